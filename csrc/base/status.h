@@ -1,0 +1,12 @@
+/* What a function below the Python layers answers: no exception exists there. */
+#ifndef FSDP_BASE_STATUS_H
+#define FSDP_BASE_STATUS_H
+
+enum status {
+    STATUS_OK = 0,
+    STATUS_NO_MEMORY,
+    STATUS_INVALID,     /* an argument out of its domain: a defect of the caller */
+    STATUS_UNSUPPORTED, /* a dtype pair without a kernel */
+};
+
+#endif

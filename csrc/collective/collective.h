@@ -1,0 +1,34 @@
+/* The one adapter to torch.distributed. Collectives are enqueued and waited for by separate verbs.
+ *
+ * The fast way calls the ProcessGroup object's own methods with the options torch.distributed would pass. Where somebody has
+ * replaced a collective of torch.distributed (a mock, a logger, a wrapper), the replacement is called instead. */
+#ifndef FSDP_COLLECTIVE_COLLECTIVE_H
+#define FSDP_COLLECTIVE_COLLECTIVE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+struct collective_group {
+    PyObject *group; /* owned; a ProcessGroup, or NULL when there is none */
+    PyObject *all_gather, *reduce_scatter, *all_reduce; /* owned; bound methods of the group */
+    int64_t world_size;
+    int64_t rank;
+};
+
+/* Find torch.distributed's functions, to know later whether they were replaced. 0 or -1. */
+int collective_init(void);
+
+int collective_group_init(struct collective_group *group, PyObject *process_group); /* 0 or -1 */
+void collective_group_fini(struct collective_group *group);
+
+/* Each enqueues and returns what must be waited for (a Work object, or Py_None), NULL with an exception on failure.
+ * The tensors must stay alive and untouched until collective_wait. Collective over the group. */
+PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input);
+PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input);
+PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor);
+
+/* Wait for `work` and release it: the reference is stolen, also on failure. 0 or -1. */
+int collective_wait(PyObject *work);
+
+#endif

@@ -1,0 +1,169 @@
+/* Building and dropping a handle. */
+#include "handle/handle.h"
+
+#include <string.h>
+
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* Does the class of `module` override nn.Module.__setattr__? */
+static int overrides_setattr(PyObject *module) {
+    static PyObject *plain; /* owned for ever */
+    if (!plain) {
+        PyObject *nn = PyImport_ImportModule("torch.nn");
+        PyObject *base = nn ? PyObject_GetAttrString(nn, "Module") : NULL;
+        plain = base ? PyObject_GetAttrString(base, "__setattr__") : NULL;
+        Py_XDECREF(nn);
+        Py_XDECREF(base);
+        if (!plain) return -1;
+    }
+    PyObject *own = PyObject_GetAttrString((PyObject *)Py_TYPE(module), "__setattr__");
+    int result = own ? own != plain : -1;
+    Py_XDECREF(own);
+    return result;
+}
+
+static int slot_init(struct slot *slot, PyObject *entry) {
+    long long param;
+    PyObject *module, *name;
+    if (!PyArg_ParseTuple(entry, "LOO!", &param, &module, &PyUnicode_Type, &name)) return -1;
+    slot->param = param;
+    slot->module = Py_NewRef(module);
+    slot->name = Py_NewRef(name);
+    PyUnicode_InternInPlace(&slot->name);
+    slot->parameters = PyObject_GetAttrString(module, "_parameters");
+    slot->attributes = PyObject_GetAttrString(module, "__dict__");
+    int custom = overrides_setattr(module);
+    slot->custom_setattr = custom == 1;
+    return slot->parameters && slot->attributes && custom >= 0 ? 0 : -1;
+}
+
+static int init_slots(struct handle *handle, PyObject *slots) {
+    handle->num_slots = PyList_Size(slots);
+    handle->slots = PyMem_Calloc((size_t)handle->num_slots + 1, sizeof *handle->slots);
+    if (!handle->slots) return tensor_check(STATUS_NO_MEMORY, "slots of a unit");
+    for (int64_t i = 0; i < handle->num_slots; i++)
+        if (slot_init(&handle->slots[i], PyList_GetItem(slots, i)) < 0) return -1;
+    return 0;
+}
+
+static int64_t *strides_from(PyObject *tuple) {
+    Py_ssize_t ndim = PyTuple_Size(tuple);
+    int64_t *strides = PyMem_Calloc((size_t)ndim + 1, sizeof *strides);
+    for (Py_ssize_t d = 0; strides && d < ndim; d++) strides[d] = PyLong_AsLongLong(PyTuple_GetItem(tuple, d));
+    return strides;
+}
+
+static int init_strides(struct handle *handle) {
+    handle->output_strides = PyMem_Calloc((size_t)handle->num_params + 1, sizeof *handle->output_strides);
+    if (!handle->output_strides) return tensor_check(STATUS_NO_MEMORY, "strides of a unit");
+    for (int64_t i = 0; i < handle->num_params; i++) {
+        PyObject *strides = PyTuple_GetItem(handle->strides, i);
+        if (!strides) return -1;
+        if (strides != Py_None && !(handle->output_strides[i] = strides_from(strides)))
+            return tensor_check(STATUS_NO_MEMORY, "strides of a unit");
+    }
+    return 0;
+}
+
+static int init_groups(struct handle *handle, const struct handle_spec *spec) {
+    if (collective_group_init(&handle->shard_group, spec->process_group) < 0) return -1;
+    if (spec->replicate_group == Py_None) return 0;
+    return collective_group_init(&handle->replicate_group, spec->replicate_group);
+}
+
+static void init_references(struct handle *handle, const struct handle_spec *spec) {
+    handle->name = Py_NewRef(spec->name);
+    handle->flat_param = Py_NewRef(spec->flat_param);
+    handle->params = spec->params == Py_None ? NULL : Py_NewRef(spec->params);
+    handle->shapes = Py_NewRef(spec->shapes);
+    handle->strides = Py_NewRef(spec->strides);
+    handle->device = Py_NewRef(spec->device);
+    handle->flat_param_owner = spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
+    handle->fallback_dtypes = PyTuple_Pack(2, spec->param_dtype, spec->reduce_dtype);
+}
+
+int handle_init(struct handle *handle, const struct handle_spec *spec) {
+    memset(handle, 0, sizeof *handle);
+    handle->layout = *spec->layout;
+    handle->layout_owner = Py_NewRef(spec->layout_owner);
+    handle->num_params = spec->layout->num_params;
+    handle->strategy = (enum sharding_strategy)spec->strategy;
+    handle->sharded = handle->strategy != NO_SHARD;
+    handle->use_orig_params = spec->use_orig_params;
+    handle->keep_low_precision_grads = spec->keep_low_precision_grads;
+    handle->skip_writeback_check = spec->skip_writeback_check;
+    handle->predivide = spec->predivide;
+    handle->postdivide = spec->postdivide;
+    init_references(handle, spec);
+    if (!handle->fallback_dtypes) goto fail;
+    if (init_slots(handle, spec->slots) < 0 || init_strides(handle) < 0 || init_groups(handle, spec) < 0) goto fail;
+    return 0;
+fail:
+    handle_fini(handle);
+    return -1;
+}
+
+static void fini_slots(struct handle *handle) {
+    for (int64_t i = 0; handle->slots && i < handle->num_slots; i++) {
+        Py_CLEAR(handle->slots[i].module);
+        Py_CLEAR(handle->slots[i].parameters);
+        Py_CLEAR(handle->slots[i].attributes);
+        Py_CLEAR(handle->slots[i].name);
+    }
+    PyMem_Free(handle->slots);
+    for (int64_t i = 0; handle->output_strides && i < handle->num_params; i++) PyMem_Free(handle->output_strides[i]);
+    PyMem_Free(handle->output_strides);
+}
+
+static void fini_lazy(struct handle *handle) {
+    Py_CLEAR(handle->unshard_work);
+    Py_CLEAR(handle->views);
+    Py_CLEAR(handle->full_data);
+    Py_CLEAR(handle->full_precision_data);
+    Py_CLEAR(handle->local_shard);
+    Py_CLEAR(handle->shard_sizes);
+    Py_CLEAR(handle->segment_sizes);
+    Py_CLEAR(handle->orig_dtype);
+    Py_CLEAR(handle->param_dtype);
+    Py_CLEAR(handle->reduce_dtype);
+    buffer_fini(&handle->full);
+    buffer_fini(&handle->full_precision);
+    buffer_fini(&handle->low_precision_shard);
+    buffer_fini(&handle->reduce_input_like);
+    buffer_fini(&handle->reduce_output_like);
+    buffer_fini(&handle->gradient_like);
+    PyMem_Free(handle->sources);
+    PyMem_Free(handle->shard_pieces);
+}
+
+void handle_fini(struct handle *handle) {
+    handle_drop_gradients(handle);
+    Py_CLEAR(handle->gradients.unsharded);
+    fini_lazy(handle);
+    fini_slots(handle);
+    collective_group_fini(&handle->shard_group);
+    collective_group_fini(&handle->replicate_group);
+    Py_CLEAR(handle->layout_owner);
+    Py_CLEAR(handle->name);
+    Py_CLEAR(handle->flat_param);
+    Py_CLEAR(handle->params);
+    Py_CLEAR(handle->shapes);
+    Py_CLEAR(handle->strides);
+    Py_CLEAR(handle->device);
+    Py_CLEAR(handle->flat_param_owner);
+    Py_CLEAR(handle->summon_full);
+    Py_CLEAR(handle->summon_grad);
+    Py_CLEAR(handle->empty_param);
+    Py_CLEAR(handle->fallback_dtypes);
+    memset(handle, 0, sizeof *handle);
+}
+
+int handle_visit(struct handle *handle, visitproc visit, void *arg) {
+    for (int64_t i = 0; handle->slots && i < handle->num_slots; i++) Py_VISIT(handle->slots[i].module);
+    Py_VISIT(handle->flat_param);
+    Py_VISIT(handle->params);
+    Py_VISIT(handle->views);
+    Py_VISIT(handle->gradients.pending);
+    return 0;
+}

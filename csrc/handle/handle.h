@@ -1,0 +1,192 @@
+/* One flat parameter: what its storage holds, who is using it, and where its gradients are.
+ *
+ *   local_shard --(cast to low_precision)--> all-gather --> full[0 .. padded_numel)      param_state
+ *                                                            |  |  |                     SHARDED -> UNSHARDING -> UNSHARDED
+ *                                                           views, made once, one per parameter
+ *   gradients of the views --pack, cast, pre-divide--> reduce-scatter --post-divide, accumulate--> saved_shard --> .grad
+ *
+ * Invariants: `full` keeps its tensor for ever, so every view and every tensor autograd saved stays good when its storage is
+ * gathered again. `param_state` says what the storage of `full` holds; `training_state` says who is using the unit; each is
+ * written by one function (handle_state.c) against a table of legal transitions. `shown` says what the modules' slots show. */
+#ifndef FSDP_HANDLE_HANDLE_H
+#define FSDP_HANDLE_HANDLE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "collective/collective.h"
+#include "kernels/kernels.h"
+#include "layout/layout.h"
+#include "torch/buffer.h"
+
+enum sharding_strategy { FULL_SHARD = 1, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 }; /* torch's values */
+
+enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATES };
+
+enum training_state { /* the order of torch's HandleTrainingState */
+    USE_IDLE,
+    USE_FORWARD,
+    USE_BACKWARD_PRE,
+    USE_BACKWARD_POST,
+    USE_SUMMON_FULL_PARAMS,
+    USE_STATES
+};
+
+/* What the slots of the modules show. */
+enum shown {
+    SHOWN_NOTHING,      /* just built */
+    SHOWN_SHARDED,      /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
+    SHOWN_VIEWS,        /* plain tensors over the unsharded storage, with autograd history in a forward */
+    SHOWN_FULL_PARAMS,  /* Parameters of full shape, inside summon_full_params */
+};
+
+/* Where one parameter (or one more name of a shared one) is found in a module. */
+struct slot {
+    PyObject *module;     /* owned */
+    PyObject *parameters; /* owned; module._parameters */
+    PyObject *attributes; /* owned; module.__dict__ */
+    PyObject *name;       /* owned; interned str */
+    int64_t param;
+    bool custom_setattr; /* the class overrides __setattr__ (RNNs keep a second list): go through it */
+};
+
+/* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
+enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED };
+
+/* Gradients of one unit on their way from autograd to the optimizer. */
+struct gradients {
+    PyObject *pending;     /* owned; tuple of this backward's latest contribution: (context, gradient or None per parameter) */
+    PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
+    PyObject *unsharded;   /* owned; accumulated under no_sync in earlier backwards, compute dtype, padded unsharded size */
+    PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
+    PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
+    PyObject *work;        /* owned; the reduce-scatter in flight */
+    enum grad_kind kind;
+    bool in_backward;      /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
+};
+
+struct handle {
+    struct flat_layout layout; /* a copy; its arrays belong to layout_owner */
+    PyObject *layout_owner;    /* owned */
+    enum param_state param_state;
+    enum training_state training_state;
+    enum shown shown;
+
+    enum sharding_strategy strategy;
+    bool sharded; /* not NO_SHARD */
+    bool use_orig_params;
+    bool keep_low_precision_grads;
+    bool skip_writeback_check;
+    double predivide, postdivide;
+    struct collective_group shard_group;
+    struct collective_group replicate_group; /* .group NULL unless hybrid */
+    PyObject *name; /* owned; str, names the unit in errors */
+
+    int64_t num_params;
+    PyObject *flat_param; /* owned; the optimizer's and the user's object, never replaced */
+    PyObject *params;     /* owned; list of the original Parameters, NULL unless use_orig_params */
+    PyObject *shapes, *strides; /* owned; tuples; a stride entry is None for a contiguous parameter */
+    int64_t **output_strides;   /* owned; per parameter, NULL when contiguous */
+    struct slot *slots;         /* owned; the first num_params are the parameters in order, then shared names */
+    int64_t num_slots;
+    PyObject *empty_param;      /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
+    PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
+
+    /* from lazy init on */
+    bool ready;
+    PyObject *device; /* owned; compute device */
+    PyObject *orig_dtype, *param_dtype, *reduce_dtype; /* owned; torch.dtype */
+    enum dtype orig_kind, param_kind, reduce_kind;
+    bool low_precision; /* param_dtype != orig_dtype */
+    PyObject *local_shard; /* owned; 1-D, original dtype, shares storage with the sharded flat_param */
+    struct tensor_view local_view; /* borrowed from local_shard */
+    struct buffer full;            /* compute dtype; unused when full_is_local */
+    bool full_is_local;            /* NO_SHARD without mixed precision: the local shard is the unsharded parameter */
+    PyObject *full_data;           /* owned; full without right padding */
+    struct buffer low_precision_shard; /* compute dtype; only with low_precision and sharded */
+    PyObject *views;               /* owned; tuple, one per parameter over full */
+    struct buffer full_precision;  /* original dtype, made when first asked for; only with low_precision and sharded */
+    PyObject *full_precision_data; /* owned */
+    struct pack_source *sources;   /* owned scratch: one per parameter, offsets and strides filled once */
+    PyObject *shard_sizes;         /* owned; list of the sizes of the shard's pieces, for one split */
+    int64_t *shard_pieces;         /* owned; per parameter the index of its piece, or -1 */
+    PyObject *segment_sizes;       /* owned; list of the sizes of all segments and the right padding, for one split */
+    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
+    struct buffer reduce_input_like, gradient_like, reduce_output_like;
+    PyObject *unshard_work; /* owned; the all-gather in flight */
+
+    /* inside summon_full_params */
+    PyObject *summon_full;  /* owned; the full flat parameter shown, NULL outside and when hidden */
+    PyObject *summon_grad;  /* owned; the full gradient shown, NULL when there is none */
+    bool summon_writeback, summon_freed_after;
+    PyObject *flat_param_owner; /* owned; the dict where "_flat_param" is registered, NULL when it is not */
+
+    struct gradients gradients;
+};
+
+/* Everything handle_init needs; references are borrowed for the call. */
+struct handle_spec {
+    const struct flat_layout *layout;
+    PyObject *layout_owner; /* the object that owns the layout's arrays */
+    PyObject *flat_param, *params /* or None */, *shapes, *strides, *slots /* list of (param, module, name) */;
+    PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
+    PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
+    int strategy;
+    bool use_orig_params, keep_low_precision_grads, skip_writeback_check;
+    double predivide, postdivide;
+};
+
+int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
+void handle_fini(struct handle *handle);
+int handle_visit(struct handle *handle, visitproc visit, void *arg);
+
+/* handle_state.c: the only writers of the two enums. 0, or -1 with RuntimeError naming the unit and both states. */
+int handle_set_param_state(struct handle *handle, enum param_state state);
+int handle_set_training_state(struct handle *handle, enum training_state state);
+void handle_force_idle(struct handle *handle); /* after an exception: IDLE from anywhere */
+const char *training_state_name(enum training_state state);
+
+/* unshard.c */
+int handle_lazy_init(struct handle *handle); /* storage, views and dtypes, after the flat parameter as it is now */
+int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
+int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is there; a no-op unless UNSHARDING */
+int handle_reshard(struct handle *handle, bool free_storage);
+int handle_gather_full_precision(struct handle *handle); /* into full_precision, or full where that is full precision */
+bool handle_reshards_after_forward(const struct handle *handle);
+int64_t handle_unsharded_nbytes(const struct handle *handle);
+
+/* views.c */
+int handle_show_views(struct handle *handle, PyObject *views); /* tuple, one per parameter */
+int handle_show_sharded(struct handle *handle);
+int handle_show_full_params(struct handle *handle, PyObject *full /* flat, unsharded */);
+int handle_point_params_at_shard(struct handle *handle); /* params[i].data = its part of the shard */
+PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple */
+
+/* writeback.c */
+int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
+int handle_writeback(struct handle *handle); /* take over Parameters and data the user replaced. 0 or -1 */
+
+/* summon.c: the verbs of summon_full_params; see _C.pyi */
+int handle_summon_enter(struct handle *handle, bool writeback);
+int handle_summon_exit(struct handle *handle);
+int handle_summon_hide(struct handle *handle);
+int handle_summon_grads(struct handle *handle);
+int handle_summon_grads_exit(struct handle *handle, bool writeback);
+
+/* gradients.c and reduce.c */
+bool handle_has_new_gradients(const struct handle *handle);
+int handle_receive(struct handle *handle, PyObject *args); /* one contribution: the arguments of the node's backward */
+int handle_prepare_gradient(struct handle *handle);  /* first pre-backward: move a sharded .grad aside, to accumulate onto */
+int handle_pack(struct handle *handle);              /* what was received becomes the reduction's input, and is released */
+int handle_reduce_enqueue(struct handle *handle);    /* start the reduction of what was packed */
+int handle_reduce_finish(struct handle *handle);     /* wait, post-divide, accumulate into saved_shard */
+int handle_accumulate_unsharded(struct handle *handle); /* no_sync: add what was received, and show it as .grad */
+int handle_hand_over(struct handle *handle);         /* saved_shard becomes .grad */
+int handle_show_flat_grad(struct handle *handle);    /* the original parameters' .grad follow flat_param.grad */
+int handle_show_full_grad(struct handle *handle, PyObject *grad); /* ... follow a full-size flat gradient, or None */
+int handle_collect_user_grads(struct handle *handle); /* what the user zeroed or replaced since the last step */
+void handle_drop_gradients(struct handle *handle);   /* after an exception: nothing of this backward is kept */
+
+#endif

@@ -1,0 +1,41 @@
+/* Single loops over contiguous elements: what the kernels are put together from, a block in the first-level cache at a time. */
+#ifndef FSDP_KERNELS_BLOCKS_H
+#define FSDP_KERNELS_BLOCKS_H
+
+#include "kernels/kernels.h"
+
+enum {
+    BLOCK_NUMEL = 1024, /* elements of a block: 8 KiB of fp64, so that three of them stay in the first-level cache */
+    GRAIN_NUMEL = 32 * 1024, /* below this many elements starting threads costs more than it saves */
+    BLOCK_NBYTES = BLOCK_NUMEL * 8,
+};
+
+/* A scratch block for any dtype. */
+union block {
+    double aligned;
+    unsigned char bytes[BLOCK_NBYTES];
+};
+
+void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel);
+void divide_block(void *output, const void *input, enum dtype dtype, int64_t numel, double divisor);
+void add_block(void *accumulator, const void *input, enum dtype dtype, int64_t numel);
+void scale_block(void *tensor, enum dtype dtype, int64_t numel, double coefficient);
+
+static inline bool dtype_is_known(enum dtype dtype) {
+    return (unsigned)dtype < DTYPE_COUNT;
+}
+
+/* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */
+static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain, kernel_body body,
+                              void *context) {
+    if (numel <= 0) {
+        return;
+    }
+    if (numel <= grain || !stream || !stream->parallel_for) {
+        body(0, numel, context);
+        return;
+    }
+    stream->parallel_for(0, numel, grain, body, context);
+}
+
+#endif

@@ -1,0 +1,86 @@
+/* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds to nearest even.
+ *
+ * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them. */
+#ifndef FSDP_KERNELS_CONVERT_H
+#define FSDP_KERNELS_CONVERT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+/* One clone of a loop per instruction set, chosen when the library is loaded. Sanitizers do not survive the resolver. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
+#if __GNUC__ >= 12 && !defined(FSDP_NO_CLONES) && !defined(__SANITIZE_ADDRESS__)
+#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#endif
+#endif
+#ifndef CLONED
+#define CLONED
+#endif
+
+typedef struct {
+    uint16_t bits;
+} bfloat16;
+typedef struct {
+    uint16_t bits;
+} float16;
+
+static inline uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+static inline float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline float float_from_bfloat16(bfloat16 value) {
+    return float_of_bits((uint32_t)value.bits << 16);
+}
+
+/* Round to nearest even by adding half of the last place kept; a NaN would carry over into infinity. */
+static inline bfloat16 bfloat16_from_float(float value) {
+    uint32_t bits = bits_of_float(value);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return (bfloat16){(uint16_t)(is_nan ? 0x7fc0u : rounded)};
+}
+
+/* Exponents are rebased from 15 to 127; denormals are normalised by a subtraction that is exact. */
+static inline float float_from_float16(float16 value) {
+    uint32_t sign = ((uint32_t)value.bits & 0x8000u) << 16;
+    uint32_t shifted = ((uint32_t)value.bits & 0x7fffu) << 13;
+    uint32_t exponent = shifted & 0x0f800000u;
+    uint32_t normal = shifted + (112u << 23);
+    uint32_t special = normal + (112u << 23);
+    uint32_t denormal = bits_of_float(float_of_bits(normal + (1u << 23)) - float_of_bits(113u << 23));
+    uint32_t magnitude = exponent == 0x0f800000u ? special : exponent == 0 ? denormal : normal;
+    return float_of_bits(sign | magnitude);
+}
+
+/* Below 2^-14 the addition of a power of two lets the processor round at the denormal's last place. */
+static inline float16 float16_from_float(float value) {
+    uint32_t bits = bits_of_float(value);
+    uint32_t sign = (bits >> 16) & 0x8000u;
+    uint32_t magnitude = bits & 0x7fffffffu;
+    uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    uint32_t denormal = bits_of_float(float_of_bits(magnitude) + float_of_bits(126u << 23)) - (126u << 23);
+    uint32_t normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    uint32_t half = magnitude >= (143u << 23) ? special : magnitude < (113u << 23) ? denormal : normal;
+    return (float16){(uint16_t)(sign | half)};
+}
+
+static inline float float_from_float(float value) {
+    return value;
+}
+static inline float float_from_double(double value) {
+    return (float)value;
+}
+static inline double double_from_float(float value) {
+    return (double)value;
+}
+
+#endif

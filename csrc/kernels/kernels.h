@@ -1,0 +1,90 @@
+/* Kernels over raw pointers. A CPU .c and (later) a CUDA .cu of one kernel stand side by side behind one signature.
+ *
+ * Invariants: a kernel never allocates, never synchronises, never exits; numel 0 is legal; offsets are int64_t; the stream
+ * comes last. Every result equals torch's own, bit for bit, for the same operation sequence, NaN and infinities included.
+ * "Divide" means: in the output dtype's arithmetic type (fp32 for bf16 and fp16), then rounded, as torch's `div_` of a
+ * tensor of that dtype by a Python float does; a divisor of exactly 1.0 is skipped. */
+#ifndef FSDP_KERNELS_KERNELS_H
+#define FSDP_KERNELS_KERNELS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "base/status.h"
+
+enum dtype { DTYPE_FLOAT32, DTYPE_FLOAT64, DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_COUNT, DTYPE_OTHER = DTYPE_COUNT };
+enum device_kind { DEVICE_CPU, DEVICE_CUDA, DEVICE_OTHER };
+
+/* A tensor's memory, borrowed from a live tensor. `data` already includes the storage offset; NULL when the storage is freed. */
+struct tensor_view {
+    void *data;
+    enum dtype dtype;
+    enum device_kind device;
+    int32_t device_index;
+    int32_t ndim;
+    const int64_t *sizes;
+    const int64_t *strides; /* in elements; NULL means contiguous */
+};
+
+/* Where kernels run: `parallel_for` splits [0, numel) over threads (NULL: this thread alone). */
+typedef void (*kernel_body)(int64_t begin, int64_t end, void *context);
+struct kernel_stream {
+    void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context);
+    void *cuda_stream; /* cudaStream_t; NULL on CPU */
+    int vector_nbytes; /* width of torch's own CPU reductions, whose order of addition norms follow; 0: not known */
+    bool fused_tail;   /* torch's build fuses the products of a reduction's last elements into their sum */
+};
+
+/* One source of a pack: a strided tensor, or data == NULL and zeros are written in its place.
+ * Elements go to output[offset + sum(index[d] * output_strides[d])], output_strides == NULL meaning contiguous. */
+struct pack_source {
+    struct tensor_view view;
+    int64_t numel;
+    int64_t offset;
+    const int64_t *output_strides;
+};
+
+/* output = cast(source) / divisor for every source; the gaps between sources and up to output_numel are zeroed.
+ * The sources are ordered by offset and do not overlap. One pass: flatten, cast and pre-divide of a unit's gradients. */
+enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
+                        int64_t num_sources, double divisor, const struct kernel_stream *stream);
+
+/* output += source for every source, each sum rounded to the output dtype; gaps and NULL sources leave output alone. */
+enum status kernel_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                            int64_t num_sources, const struct kernel_stream *stream);
+
+/* output = cast(input) / divisor. output may be input when the dtypes are equal. */
+enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                               int64_t numel, double divisor, const struct kernel_stream *stream);
+
+/* accumulator += cast(input / divisor): the quotient is rounded to the input dtype, then cast, then added. */
+enum status kernel_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                              enum dtype input_dtype, int64_t numel, double divisor,
+                              const struct kernel_stream *stream);
+
+/* One contiguous copy without conversion: numel elements from input + input_offset to output + output_offset. */
+struct copy_range {
+    const void *input;
+    int64_t input_offset;
+    int64_t output_offset;
+    int64_t numel;
+};
+enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
+                               const struct kernel_stream *stream);
+
+/* output[0..numel) = value, for padding. */
+enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
+                        const struct kernel_stream *stream);
+
+/* norms[i] = the p-norm of contiguous tensor i in fp32 (fp64 for fp64 tensors), p being 2 or infinity: bit for bit what
+ * torch.linalg.vector_norm(tensor, p, dtype=fp32) gives. `norms` is an array of that arithmetic type, one dtype per call. */
+enum status kernel_norms(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                         double p, const struct kernel_stream *stream);
+
+/* tensor *= coefficient, rounded to each tensor's dtype as torch's `mul_` by a 0-dim tensor of that dtype does. */
+enum status kernel_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                         double coefficient, const struct kernel_stream *stream);
+
+int64_t dtype_nbytes(enum dtype dtype);
+
+#endif

@@ -1,0 +1,424 @@
+/* kernel_pack and kernel_pack_add: many tensors into one flat buffer in one pass, with the cast and the pre-division.
+ *
+ * A source whose strides are those of its place in the output is one run of memory. Any other one goes through tiles:
+ *
+ *   source (fast dimension first)   -- gather -->   tile, row by row   -- cast, divide -->   rows of the output
+ *
+ * Threads share the output's range: an element belongs to the thread whose range holds it, a row of a strided source to
+ * the one whose range holds the row's first element. */
+#include <string.h>
+
+#include "kernels/blocks.h"
+
+enum {
+    MAX_NDIM = 64, /* torch's own limit */
+    TILE_COLUMNS = 32,
+    TILE_ROWS = BLOCK_NUMEL / TILE_COLUMNS,
+};
+
+struct pack {
+    char *output;
+    enum dtype output_dtype;
+    int64_t output_numel;
+    const struct pack_source *sources;
+    int64_t num_sources;
+    double divisor;
+    bool add; /* add to the output; gaps stay as they are */
+};
+
+/* The dimensions of a strided copy, sorted by output stride (the largest first) and merged where both sides allow it. */
+struct plan {
+    int32_t ndim;
+    int64_t sizes[MAX_NDIM];
+    int64_t input_strides[MAX_NDIM];
+    int64_t output_strides[MAX_NDIM];
+};
+
+static void plan_insert(struct plan *plan, int64_t size, int64_t input_stride, int64_t output_stride) {
+    int32_t d = plan->ndim++;
+    for (; d > 0 && plan->output_strides[d - 1] < output_stride; d--) {
+        plan->sizes[d] = plan->sizes[d - 1];
+        plan->input_strides[d] = plan->input_strides[d - 1];
+        plan->output_strides[d] = plan->output_strides[d - 1];
+    }
+    plan->sizes[d] = size;
+    plan->input_strides[d] = input_stride;
+    plan->output_strides[d] = output_stride;
+}
+
+static void plan_merge(struct plan *plan) {
+    int32_t last = 0;
+    for (int32_t d = 1; d < plan->ndim; d++) {
+        int64_t size = plan->sizes[d];
+        if (plan->input_strides[last] == plan->input_strides[d] * size &&
+            plan->output_strides[last] == plan->output_strides[d] * size) {
+            size *= plan->sizes[last];
+        } else {
+            last++;
+        }
+        plan->sizes[last] = size;
+        plan->input_strides[last] = plan->input_strides[d];
+        plan->output_strides[last] = plan->output_strides[d];
+    }
+    plan->ndim = last + 1;
+}
+
+static void plan_build(struct plan *plan, const struct pack_source *source) {
+    const struct tensor_view *view = &source->view;
+    int64_t contiguous = 1;
+    plan->ndim = 0;
+    for (int32_t d = view->ndim - 1; d >= 0; d--) {
+        int64_t size = view->sizes[d];
+        if (size != 1) {
+            plan_insert(plan, size, view->strides ? view->strides[d] : contiguous,
+                        source->output_strides ? source->output_strides[d] : contiguous);
+        }
+        contiguous *= size;
+    }
+    if (plan->ndim == 0) {
+        plan_insert(plan, 1, 1, 1);
+    }
+    plan_merge(plan);
+}
+
+static bool plan_is_flat(const struct plan *plan) {
+    return plan->ndim == 1 && plan->input_strides[0] == 1 && plan->output_strides[0] == 1;
+}
+
+/* The common case, decided without a plan: no strides on either side, or the same dense ones. */
+static bool source_is_flat(const struct pack_source *source) {
+    const struct tensor_view *view = &source->view;
+    int64_t contiguous = 1;
+    if (!view->strides && !source->output_strides) {
+        return true;
+    }
+    for (int32_t d = view->ndim - 1; d >= 0; d--) {
+        if (view->sizes[d] != 1 && ((view->strides && view->strides[d] != contiguous) ||
+                                    (source->output_strides && source->output_strides[d] != contiguous))) {
+            return false;
+        }
+        contiguous *= view->sizes[d];
+    }
+    return true;
+}
+
+/* output += input where the dtypes may differ: in the wider arithmetic, rounded once, as torch promotes. */
+static void add_promoted(char *output, enum dtype output_dtype, const char *input, enum dtype input_dtype,
+                         int64_t numel) {
+    bool wide = output_dtype == DTYPE_FLOAT64 || input_dtype == DTYPE_FLOAT64;
+    enum dtype common = wide ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
+    union block sum;
+    union block addend;
+    if (output_dtype == input_dtype) {
+        add_block(output, input, output_dtype, numel);
+        return;
+    }
+    cast_block(addend.bytes, common, input, input_dtype, numel);
+    if (output_dtype == common) {
+        add_block(output, addend.bytes, common, numel);
+        return;
+    }
+    cast_block(sum.bytes, common, output, output_dtype, numel);
+    add_block(sum.bytes, addend.bytes, common, numel);
+    cast_block(output, output_dtype, sum.bytes, common, numel);
+}
+
+/* At most one block of contiguous elements. */
+static void pack_block(const struct pack *pack, char *output, const char *input, enum dtype input_dtype,
+                       int64_t numel) {
+    if (pack->add) {
+        add_promoted(output, pack->output_dtype, input, input_dtype, numel);
+        return;
+    }
+    if (pack->divisor == 1.0) {
+        cast_block(output, pack->output_dtype, input, input_dtype, numel);
+        return;
+    }
+    if (pack->output_dtype != input_dtype) {
+        cast_block(output, pack->output_dtype, input, input_dtype, numel);
+        input = output;
+    }
+    divide_block(output, input, pack->output_dtype, numel, pack->divisor);
+}
+
+static void pack_run(const struct pack *pack, char *output, const char *input, enum dtype input_dtype, int64_t numel) {
+    int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
+    int64_t input_nbytes = dtype_nbytes(input_dtype);
+    if (!pack->add && pack->divisor == 1.0) {
+        cast_block(output, pack->output_dtype, input, input_dtype, numel);
+        return;
+    }
+    for (int64_t i = 0; i < numel; i += BLOCK_NUMEL) {
+        int64_t block = numel - i < BLOCK_NUMEL ? numel - i : BLOCK_NUMEL;
+        pack_block(pack, output + i * output_nbytes, input + i * input_nbytes, input_dtype, block);
+    }
+}
+
+struct tile {
+    char *output;
+    const char *input;
+    int64_t rows;
+    int64_t columns;
+    int64_t output_row_stride;
+    int64_t input_row_stride;
+    int64_t input_column_stride;
+};
+
+/* Elements are moved as integers of their size: a copy never changes a NaN. */
+#define DEFINE_GATHER(type)                                                                                            \
+    static void gather_##type(void *buffer, const struct tile *tile) {                                                 \
+        type *output = buffer;                                                                                         \
+        for (int64_t row = 0; row < tile->rows; row++) {                                                               \
+            const type *input = (const type *)(const void *)tile->input + row * tile->input_row_stride;                \
+            for (int64_t column = 0; column < tile->columns; column++) {                                               \
+                *output++ = input[column * tile->input_column_stride];                                                 \
+            }                                                                                                          \
+        }                                                                                                              \
+    }
+DEFINE_GATHER(uint16_t)
+DEFINE_GATHER(uint32_t)
+DEFINE_GATHER(uint64_t)
+
+static void gather(void *buffer, const struct tile *tile, int64_t nbytes) {
+    if (nbytes == 2) {
+        gather_uint16_t(buffer, tile);
+    } else if (nbytes == 4) {
+        gather_uint32_t(buffer, tile);
+    } else {
+        gather_uint64_t(buffer, tile);
+    }
+}
+
+static void pack_tile(const struct pack *pack, const struct tile *tile, enum dtype input_dtype) {
+    int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
+    int64_t input_nbytes = dtype_nbytes(input_dtype);
+    union block gathered;
+    union block converted;
+    const unsigned char *rows = gathered.bytes;
+    int64_t row_nbytes = tile->columns * (pack->add ? input_nbytes : output_nbytes);
+    gather(gathered.bytes, tile, input_nbytes);
+    if (!pack->add && (pack->output_dtype != input_dtype || pack->divisor != 1.0)) {
+        pack_block(pack, (char *)converted.bytes, (const char *)gathered.bytes, input_dtype,
+                   tile->rows * tile->columns);
+        rows = converted.bytes;
+    }
+    for (int64_t row = 0; row < tile->rows; row++) {
+        char *output = tile->output + row * tile->output_row_stride * output_nbytes;
+        if (pack->add) {
+            pack_block(pack, output, (const char *)rows + row * row_nbytes, input_dtype, tile->columns);
+        } else {
+            memcpy(output, rows + row * row_nbytes, (size_t)row_nbytes);
+        }
+    }
+}
+
+/* Two dimensions: tiles few columns wide, so that a source read against its order stays in the first-level cache. */
+static void pack_plane(const struct pack *pack, const struct tile *plane, enum dtype input_dtype) {
+    int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
+    int64_t input_nbytes = dtype_nbytes(input_dtype);
+    for (int64_t column = 0; column < plane->columns; column += TILE_COLUMNS) {
+        for (int64_t row = 0; row < plane->rows; row += TILE_ROWS) {
+            struct tile tile = *plane;
+            tile.rows = plane->rows - row < TILE_ROWS ? plane->rows - row : TILE_ROWS;
+            tile.columns = plane->columns - column < TILE_COLUMNS ? plane->columns - column : TILE_COLUMNS;
+            tile.output += (row * plane->output_row_stride + column) * output_nbytes;
+            tile.input += (row * plane->input_row_stride + column * plane->input_column_stride) * input_nbytes;
+            pack_tile(pack, &tile, input_dtype);
+        }
+    }
+}
+
+/* The dimension that walks the source in the smallest steps becomes the row dimension, next to the last. */
+static void plan_choose_rows(struct plan *plan) {
+    int32_t target = plan->ndim - 2;
+    int32_t best = target;
+    for (int32_t d = 0; d < target; d++) {
+        if (plan->input_strides[d] < plan->input_strides[best]) {
+            best = d;
+        }
+    }
+    struct plan old = *plan;
+    plan->sizes[target] = old.sizes[best];
+    plan->input_strides[target] = old.input_strides[best];
+    plan->output_strides[target] = old.output_strides[best];
+    plan->sizes[best] = old.sizes[target];
+    plan->input_strides[best] = old.input_strides[target];
+    plan->output_strides[best] = old.output_strides[target];
+}
+
+/* All planes of a plan: an odometer over the dimensions before the last two. */
+static void pack_planes(const struct pack *pack, const struct plan *plan, char *output, const char *input,
+                        enum dtype input_dtype) {
+    int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
+    int64_t input_nbytes = dtype_nbytes(input_dtype);
+    int64_t index[MAX_NDIM] = {0};
+    int32_t last = plan->ndim - 1;
+    int32_t row = plan->ndim - 2;
+    struct tile plane = {output, input, 1, plan->sizes[last], 0, 0, plan->input_strides[last]};
+    if (row >= 0) {
+        plane.rows = plan->sizes[row];
+        plane.output_row_stride = plan->output_strides[row];
+        plane.input_row_stride = plan->input_strides[row];
+    }
+    for (int32_t d = 0; d >= 0;) {
+        if (plane.input_column_stride == 1 && plane.rows == 1) {
+            pack_run(pack, plane.output, plane.input, input_dtype, plane.columns);
+        } else {
+            pack_plane(pack, &plane, input_dtype);
+        }
+        for (d = row - 1; d >= 0; d--) {
+            index[d]++;
+            plane.output += plan->output_strides[d] * output_nbytes;
+            plane.input += plan->input_strides[d] * input_nbytes;
+            if (index[d] < plan->sizes[d]) {
+                break;
+            }
+            plane.output -= plan->sizes[d] * plan->output_strides[d] * output_nbytes;
+            plane.input -= plan->sizes[d] * plan->input_strides[d] * input_nbytes;
+            index[d] = 0;
+        }
+    }
+}
+
+/* The part of one source that belongs to the range [begin, end) of its own elements in output order. */
+static void pack_source_range(const struct pack *pack, const struct pack_source *source, int64_t begin, int64_t end) {
+    enum dtype input_dtype = source->view.dtype;
+    char *output = pack->output + source->offset * dtype_nbytes(pack->output_dtype);
+    const char *input = source->view.data;
+    struct plan plan = {.ndim = 0};
+    if (!source_is_flat(source)) {
+        plan_build(&plan, source);
+    }
+    if (plan.ndim == 0 || plan_is_flat(&plan)) {
+        pack_run(pack, output + begin * dtype_nbytes(pack->output_dtype), input + begin * dtype_nbytes(input_dtype),
+                 input_dtype, end - begin);
+        return;
+    }
+    int64_t row = plan.output_strides[0];
+    int64_t first = (begin + row - 1) / row;
+    int64_t past = (end + row - 1) / row;
+    plan.sizes[0] = past - first;
+    if (plan.sizes[0] <= 0) {
+        return;
+    }
+    output += first * row * dtype_nbytes(pack->output_dtype);
+    input += first * plan.input_strides[0] * dtype_nbytes(input_dtype);
+    if (plan.ndim > 2 && plan.input_strides[plan.ndim - 1] != 1) {
+        plan_choose_rows(&plan);
+    }
+    pack_planes(pack, &plan, output, input, input_dtype);
+}
+
+static void zero_range(const struct pack *pack, int64_t begin, int64_t end) {
+    int64_t nbytes = dtype_nbytes(pack->output_dtype);
+    if (!pack->add && begin < end) {
+        memset(pack->output + begin * nbytes, 0, (size_t)((end - begin) * nbytes));
+    }
+}
+
+static int64_t source_end(const struct pack_source *source) {
+    return source->offset + source->numel;
+}
+
+/* The first source that ends after `begin`; num_sources when there is none. */
+static int64_t first_source(const struct pack *pack, int64_t begin) {
+    int64_t low = 0;
+    int64_t high = pack->num_sources;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (source_end(&pack->sources[middle]) > begin) {
+            high = middle;
+        } else {
+            low = middle + 1;
+        }
+    }
+    return low;
+}
+
+static int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
+
+static void pack_range(int64_t begin, int64_t end, void *context) {
+    const struct pack *pack = context;
+    int64_t position = begin;
+    for (int64_t i = first_source(pack, begin); i < pack->num_sources && pack->sources[i].offset < end; i++) {
+        const struct pack_source *source = &pack->sources[i];
+        int64_t from = larger(source->offset, begin);
+        int64_t to = smaller(source_end(source), end);
+        zero_range(pack, position, from);
+        if (!source->view.data) {
+            zero_range(pack, from, to);
+        } else if (from < to) {
+            pack_source_range(pack, source, from - source->offset, to - source->offset);
+        }
+        position = larger(position, to);
+    }
+    zero_range(pack, position, end);
+}
+
+/* Output strides must describe a dense block, innermost step 1: a permutation of a contiguous tensor. */
+static bool output_is_dense(const struct pack_source *source) {
+    struct plan plan;
+    int64_t expected = 1;
+    if (!source->output_strides || source->numel == 0) {
+        return true;
+    }
+    plan_build(&plan, source);
+    for (int32_t d = plan.ndim - 1; d >= 0; d--) {
+        if (plan.output_strides[d] != expected) {
+            return false;
+        }
+        expected *= plan.sizes[d];
+    }
+    return expected == source->numel;
+}
+
+static enum status pack_check(const struct pack *pack) {
+    int64_t position = 0;
+    if (!dtype_is_known(pack->output_dtype)) {
+        return STATUS_UNSUPPORTED;
+    }
+    for (int64_t i = 0; i < pack->num_sources; i++) {
+        const struct pack_source *source = &pack->sources[i];
+        if (source->offset < position || source->numel < 0 || source_end(source) > pack->output_numel) {
+            return STATUS_INVALID;
+        }
+        position = source_end(source);
+        if (!source->view.data) {
+            continue;
+        }
+        if (!dtype_is_known(source->view.dtype)) {
+            return STATUS_UNSUPPORTED;
+        }
+        if (source->view.ndim > MAX_NDIM || !output_is_dense(source)) {
+            return STATUS_INVALID;
+        }
+    }
+    return STATUS_OK;
+}
+
+enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
+                        int64_t num_sources, double divisor, const struct kernel_stream *stream) {
+    struct pack pack = {output, output_dtype, output_numel, sources, num_sources, divisor, false};
+    enum status status = pack_check(&pack);
+    if (status == STATUS_OK) {
+        stream_for(stream, output_numel, GRAIN_NUMEL, pack_range, &pack);
+    }
+    return status;
+}
+
+enum status kernel_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                            int64_t num_sources, const struct kernel_stream *stream) {
+    int64_t output_numel = num_sources > 0 ? source_end(&sources[num_sources - 1]) : 0;
+    struct pack pack = {output, output_dtype, output_numel, sources, num_sources, 1.0, true};
+    enum status status = pack_check(&pack);
+    if (status == STATUS_OK) {
+        stream_for(stream, output_numel, GRAIN_NUMEL, pack_range, &pack);
+    }
+    return status;
+}

@@ -1,0 +1,261 @@
+/* The Python type Handle, base of fsdp_c.flat_param.FlatParamHandle. */
+#include "python/layout_type.h"
+#include "python/types.h"
+#include "torch/names.h"
+
+struct handle_object {
+    PyObject_HEAD
+    struct handle handle;
+};
+
+static PyTypeObject *handle_type; /* borrowed from the module's dict, which lives for ever */
+
+static struct handle *inside(PyObject *self) { return &((struct handle_object *)self)->handle; }
+
+struct handle *handle_of(PyObject *object) {
+    if (PyObject_TypeCheck(object, handle_type)) return inside(object);
+    PyErr_Format(PyExc_TypeError, "expected a Handle, got %R", (PyObject *)Py_TYPE(object));
+    return NULL;
+}
+
+/* ---- life ---- */
+
+static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"layout",        "flat_param",    "params",        "shapes",       "strides",
+                            "slots",         "process_group", "replicate_group", "device",     "param_dtype",
+                            "reduce_dtype",  "name",          "flat_param_owner", "strategy",  "use_orig_params",
+                            "keep_low_precision_grads", "skip_writeback_check", "predivide", "postdivide", NULL};
+    struct handle_spec spec = {0};
+    PyObject *layout;
+    int orig, keep, skip;
+    if (inside(self)->flat_param) {
+        PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOipppdd", names, &layout, &spec.flat_param, &spec.params,
+                                     &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots,
+                                     &spec.process_group, &spec.replicate_group, &spec.device, &spec.param_dtype,
+                                     &spec.reduce_dtype, &spec.name, &spec.flat_param_owner, &spec.strategy, &orig, &keep, &skip,
+                                     &spec.predivide, &spec.postdivide))
+        return -1;
+    spec.layout_owner = layout;
+    spec.use_orig_params = orig;
+    spec.keep_low_precision_grads = keep;
+    spec.skip_writeback_check = skip;
+    if (!(spec.layout = layout_of(layout))) return -1;
+    return handle_init(inside(self), &spec);
+}
+
+static int handle_object_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return handle_visit(inside(self), visit, arg);
+}
+
+static int handle_object_clear(PyObject *self) {
+    handle_fini(inside(self));
+    return 0;
+}
+
+static void handle_object_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    handle_fini(inside(self));
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* ---- methods ---- */
+
+/* Lazy attributes may be needed before the first forward: they follow the flat parameter's dtype and data of now. */
+static struct handle *ready(PyObject *self) {
+    struct handle *handle = inside(self);
+    return handle->ready || handle_lazy_init(handle) == 0 ? handle : NULL;
+}
+
+static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
+    struct handle *handle = ready(self);
+    int wanted = handle ? PyObject_IsTrue(writeback) : -1;
+    return none_or_error(wanted < 0 ? -1 : handle_summon_enter(handle, wanted));
+}
+
+static PyObject *summon_exit(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(handle_summon_exit(inside(self)));
+}
+
+static PyObject *summon_hide(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(handle_summon_hide(inside(self)));
+}
+
+static PyObject *summon_grads(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(handle_summon_grads(inside(self)));
+}
+
+static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
+    int wanted = PyObject_IsTrue(writeback);
+    return none_or_error(wanted < 0 ? -1 : handle_summon_grads_exit(inside(self), wanted));
+}
+
+static int append_grad(PyObject *grads, PyObject *param) {
+    PyObject *grad = torch_get_grad(param);
+    int result = grad ? 0 : -1;
+    if (grad && grad != Py_None) result = PyList_Append(grads, grad);
+    Py_XDECREF(grad);
+    return result;
+}
+
+static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
+    struct handle *handle = inside(self);
+    PyObject *grads = PyList_New(0);
+    int result = grads ? 0 : -1;
+    (void)unused;
+    if (!result && !handle->use_orig_params) result = append_grad(grads, handle->flat_param);
+    for (int64_t i = 0; !result && handle->use_orig_params && i < handle->num_params; i++)
+        result = append_grad(grads, PyList_GetItem(handle->params, i));
+    if (result < 0) Py_CLEAR(grads);
+    return grads;
+}
+
+static PyObject *show_sharded(PyObject *self, PyObject *unused) {
+    struct handle *handle = inside(self);
+    (void)unused;
+    handle->shown = SHOWN_NOTHING;
+    if (handle_lazy_init(handle) < 0) return NULL;
+    return none_or_error(handle_show_sharded(handle));
+}
+
+static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(handle_collect_user_grads(inside(self)));
+}
+
+static PyObject *writeback(PyObject *self, PyObject *unused) {
+    struct handle *handle = ready(self);
+    (void)unused;
+    return none_or_error(handle ? handle_writeback(handle) : -1);
+}
+
+static PyObject *unshard(PyObject *self, PyObject *unused) {
+    struct handle *handle = ready(self);
+    (void)unused;
+    if (!handle || handle_unshard_enqueue(handle) < 0) return NULL;
+    return none_or_error(handle_unshard_wait(handle));
+}
+
+static PyObject *reshard(PyObject *self, PyObject *free_storage) {
+    int wanted = PyObject_IsTrue(free_storage);
+    return none_or_error(wanted < 0 ? -1 : handle_reshard(inside(self), wanted));
+}
+
+static PyMethodDef methods[] = {
+    {"summon_enter", summon_enter, METH_O, NULL},
+    {"summon_exit", summon_exit, METH_NOARGS, NULL},
+    {"summon_hide", summon_hide, METH_NOARGS, NULL},
+    {"summon_grads", summon_grads, METH_NOARGS, NULL},
+    {"summon_grads_exit", summon_grads_exit, METH_O, NULL},
+    {"sharded_grads", sharded_grads, METH_NOARGS, NULL},
+    {"show_sharded", show_sharded, METH_NOARGS, NULL},
+    {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
+    {"writeback", writeback, METH_NOARGS, NULL},
+    {"unshard", unshard, METH_NOARGS, NULL},
+    {"reshard", reshard, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- attributes ---- */
+
+static PyObject *get_flat_param(PyObject *self, void *unused) {
+    PyObject *flat_param = inside(self)->flat_param;
+    (void)unused;
+    return Py_NewRef(flat_param ? flat_param : Py_None);
+}
+
+static PyObject *get_layout(PyObject *self, void *unused) {
+    PyObject *layout = inside(self)->layout_owner;
+    (void)unused;
+    return Py_NewRef(layout ? layout : Py_None);
+}
+
+static PyObject *get_param_state(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(inside(self)->param_state);
+}
+
+static PyObject *get_training_state(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(inside(self)->training_state);
+}
+
+static PyObject *get_needs_unshard(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(inside(self)->sharded && inside(self)->param_state == PARAM_SHARDED);
+}
+
+static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLongLong(handle_unsharded_nbytes(inside(self)));
+}
+
+static PyObject *get_local_shard(PyObject *self, void *unused) {
+    PyObject *shard = inside(self)->local_shard;
+    (void)unused;
+    return Py_NewRef(shard ? shard : Py_None);
+}
+
+static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
+    struct handle *handle = inside(self);
+    PyObject *full = handle->full_is_local ? handle->local_shard : handle->full.tensor;
+    (void)unused;
+    return Py_NewRef(full ? full : Py_None);
+}
+
+static PyObject *get_name(PyObject *self, void *unused) {
+    PyObject *name = inside(self)->name;
+    (void)unused;
+    return Py_NewRef(name ? name : Py_None);
+}
+
+static int set_name(PyObject *self, PyObject *name, void *unused) {
+    (void)unused;
+    if (!name || !PyUnicode_Check(name)) {
+        PyErr_SetString(PyExc_TypeError, "the name of a unit is a str");
+        return -1;
+    }
+    ref_set(&inside(self)->name, Py_NewRef(name));
+    return 0;
+}
+
+static PyGetSetDef attributes[] = {
+    {"name", get_name, set_name, NULL, NULL},
+    {"flat_param", get_flat_param, NULL, NULL, NULL},
+    {"layout", get_layout, NULL, NULL, NULL},
+    {"param_state", get_param_state, NULL, NULL, NULL},
+    {"training_state", get_training_state, NULL, NULL, NULL},
+    {"needs_unshard", get_needs_unshard, NULL, NULL, NULL},
+    {"unsharded_nbytes", get_unsharded_nbytes, NULL, NULL, NULL},
+    {"local_shard", get_local_shard, NULL, NULL, NULL},
+    {"padded_unsharded_flat_param", get_padded_unsharded, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_init, handle_object_init},       {Py_tp_traverse, handle_object_traverse},
+    {Py_tp_clear, handle_object_clear},     {Py_tp_dealloc, handle_object_dealloc},
+    {Py_tp_methods, methods},               {Py_tp_getset, attributes},
+    {Py_tp_doc, "One flat parameter: its storage, views and gradients."}, {0, NULL},
+};
+
+static PyType_Spec type_spec = {
+    .name = "fsdp_c._C.Handle",
+    .basicsize = sizeof(struct handle_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .slots = slots,
+};
+
+PyObject *handle_type_create(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
+    handle_type = (PyTypeObject *)type;
+    return type;
+}

@@ -1,0 +1,265 @@
+#include "python/layout_type.h"
+
+#include <structmember.h>
+
+#include "base/memory.h"
+
+struct layout_object {
+    PyObject_HEAD
+    struct flat_layout layout; /* owned */
+};
+
+static void layout_object_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    layout_fini(&((struct layout_object *)self)->layout);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* The type is final, so its own dealloc tells its instances apart: no global, and it holds across reloads of the module. */
+static bool is_layout_object(PyObject *object) {
+    return PyType_GetSlot(Py_TYPE(object), Py_tp_dealloc) == (void *)layout_object_dealloc;
+}
+
+const struct flat_layout *layout_of(PyObject *object) {
+    if (!is_layout_object(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a FlatLayout, got %R", (PyObject *)Py_TYPE(object));
+        return NULL;
+    }
+    return &((struct layout_object *)object)->layout;
+}
+
+/* Construction */
+
+static int check_arguments(const struct layout_spec *spec) {
+    if (spec->num_params == 0) {
+        PyErr_SetString(PyExc_ValueError, "Expects non-empty `param_numels`");
+        return -1;
+    }
+    if (spec->aligned_numel < 0) {
+        PyErr_Format(PyExc_ValueError, "Expects non-negative `aligned_numel` but got %lld",
+                     (long long)spec->aligned_numel);
+        return -1;
+    }
+    if (spec->world_size < 1) {
+        PyErr_Format(PyExc_ValueError, "Expects positive `world_size` but got %lld", (long long)spec->world_size);
+        return -1;
+    }
+    if (spec->rank < 0 || spec->rank >= spec->world_size) {
+        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld", (long long)spec->world_size,
+                     (long long)spec->rank);
+        return -1;
+    }
+    return 0;
+}
+
+static int read_numels(PyObject *numels, int64_t *output) {
+    const Py_ssize_t count = PyTuple_Size(numels);
+    for (Py_ssize_t index = 0; index < count; index++) {
+        output[index] = PyLong_AsLongLong(PyTuple_GetItem(numels, index));
+        if (output[index] == -1 && PyErr_Occurred()) {
+            return -1;
+        }
+        if (output[index] < 0) {
+            PyErr_Format(PyExc_ValueError, "Expects non-negative sizes but `param_numels[%zd]` is %lld", index,
+                         (long long)output[index]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int raise_status(enum status status) {
+    if (status == STATUS_NO_MEMORY) {
+        PyErr_NoMemory();
+    } else {
+        /* the arguments were checked one by one: only their sum is left to be wrong */
+        PyErr_SetString(PyExc_OverflowError, "the flat parameter has more elements than a 64-bit integer counts");
+    }
+    return -1;
+}
+
+static int layout_object_init(struct layout_object *self, PyObject *numels, struct layout_spec *spec) {
+    spec->num_params = PyTuple_Size(numels);
+    if (check_arguments(spec) < 0) {
+        return -1;
+    }
+    int64_t *buffer = mem_new_array((size_t)spec->num_params, sizeof *buffer);
+    if (!buffer) {
+        return raise_status(STATUS_NO_MEMORY);
+    }
+    int result = read_numels(numels, buffer);
+    if (result == 0) {
+        spec->param_numels = buffer;
+        const enum status status = layout_init(&self->layout, spec);
+        result = status == STATUS_OK ? 0 : raise_status(status);
+    }
+    mem_free(buffer);
+    return result;
+}
+
+static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"param_numels", "aligned_numel", "world_size", "rank", "sharded", NULL};
+    PyObject *sequence;
+    long long aligned_numel, world_size, rank;
+    int sharded;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OLLLp:FlatLayout", names, &sequence, &aligned_numel, &world_size,
+                                     &rank, &sharded)) {
+        return NULL;
+    }
+    struct layout_spec spec = {
+        .aligned_numel = aligned_numel, .world_size = world_size, .rank = rank, .sharded = sharded != 0};
+    PyObject *numels = PySequence_Tuple(sequence);
+    if (!numels) {
+        return NULL;
+    }
+    PyObject *self = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
+    if (self && layout_object_init((struct layout_object *)self, numels, &spec) < 0) {
+        Py_CLEAR(self);
+    }
+    Py_DECREF(numels);
+    return self;
+}
+
+/* Attributes */
+
+typedef PyObject *(*item_getter)(const struct flat_layout *layout, int64_t index, int64_t rank);
+
+/* A tuple of `count` items. New reference, or NULL with an exception. */
+static PyObject *tuple_of(const struct flat_layout *layout, int64_t count, int64_t rank, item_getter item_at) {
+    PyObject *tuple = PyTuple_New((Py_ssize_t)count);
+    for (int64_t index = 0; tuple && index < count; index++) {
+        PyObject *item = item_at(layout, index, rank);
+        if (!item || PyTuple_SetItem(tuple, (Py_ssize_t)index, item) < 0) {
+            Py_CLEAR(tuple);
+        }
+    }
+    return tuple;
+}
+
+static PyObject *param_numel_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
+    (void)rank;
+    return PyLong_FromLongLong(layout_param_numel(layout, param));
+}
+
+static PyObject *param_offset_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
+    (void)rank;
+    return PyLong_FromLongLong(layout_param_offset(layout, param));
+}
+
+static PyObject *segment_numel_at(const struct flat_layout *layout, int64_t segment, int64_t rank) {
+    (void)rank;
+    return PyLong_FromLongLong(layout->segments[segment].numel);
+}
+
+static PyObject *segment_is_padding_at(const struct flat_layout *layout, int64_t segment, int64_t rank) {
+    (void)rank;
+    return PyBool_FromLong(layout->segments[segment].param == LAYOUT_PADDING);
+}
+
+static PyObject *shard_range_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
+    const struct layout_shard_range range = layout_shard_range(layout, param, rank);
+    return Py_BuildValue("(OLLL)", range.in_shard ? Py_True : Py_False, (long long)range.offset_in_shard,
+                         (long long)range.numel_in_shard, (long long)range.offset_in_param);
+}
+
+static PyObject *get_per_param(PyObject *self, void *item_at) {
+    const struct flat_layout *layout = &((struct layout_object *)self)->layout;
+    return tuple_of(layout, layout->num_params, layout->rank, *(item_getter *)item_at);
+}
+
+static PyObject *get_per_segment(PyObject *self, void *item_at) {
+    const struct flat_layout *layout = &((struct layout_object *)self)->layout;
+    return tuple_of(layout, layout->num_segments, layout->rank, *(item_getter *)item_at);
+}
+
+/* -1 with an exception when `object` is not a rank of the layout; None is its own rank */
+static int64_t parse_rank(const struct flat_layout *layout, PyObject *object) {
+    if (object == Py_None) {
+        return layout->rank;
+    }
+    const long long rank = PyLong_AsLongLong(object);
+    if (rank == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    if (rank < 0 || rank >= layout->world_size) {
+        PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld", (long long)layout->world_size, rank);
+        return -1;
+    }
+    return rank;
+}
+
+static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"rank", NULL};
+    const struct flat_layout *layout = &((struct layout_object *)self)->layout;
+    PyObject *object = Py_None;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:shard_ranges", names, &object)) {
+        return NULL;
+    }
+    const int64_t rank = parse_rank(layout, object);
+    return rank < 0 ? NULL : tuple_of(layout, layout->num_params, rank, shard_range_at);
+}
+
+/* The type */
+
+#define COUNT(name, doc) {#name, T_LONGLONG, offsetof(struct layout_object, layout.name), READONLY, doc}
+static PyMemberDef members[] = {
+    COUNT(num_params, "Parameters in the flat parameter."),
+    COUNT(numel, "Elements of the flat parameter, inner and divisibility padding included, right padding not."),
+    COUNT(shard_numel, "Elements of one shard, the same on all ranks; numel when not sharded."),
+    COUNT(padded_numel, "shard_numel * world_size; numel when not sharded."),
+    COUNT(shard_start, "First element of this rank's shard; may lie beyond numel."),
+    COUNT(shard_numel_valid, "Elements of this rank's shard that exist in the flat parameter."),
+    COUNT(shard_numel_padded, "Right padding of this rank's shard."),
+    COUNT(world_size, NULL),
+    COUNT(rank, NULL),
+    {"sharded", T_BOOL, offsetof(struct layout_object, layout.sharded), READONLY,
+     "False: every rank holds everything."},
+    {NULL, 0, 0, 0, NULL},
+};
+
+/* ISO C has no cast from a function to the void * of a getset closure, so the closures point to these */
+static const item_getter numels = param_numel_at, offsets = param_offset_at;
+static const item_getter segment_numels = segment_numel_at, padding_mask = segment_is_padding_at;
+
+static PyGetSetDef getters[] = {
+    {"param_numels", get_per_param, NULL, "Elements per parameter.", (void *)&numels},
+    {"param_offsets", get_per_param, NULL, "First element of each parameter in the flat parameter.", (void *)&offsets},
+    {"numels_with_padding", get_per_segment, NULL, "Elements per segment, padding included.", (void *)&segment_numels},
+    {"is_padding_mask", get_per_segment, NULL, "Per segment, whether it is padding.", (void *)&padding_mask},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMethodDef methods[] = {
+    {"shard_ranges", (PyCFunction)(void (*)(void))shard_ranges, METH_VARARGS | METH_KEYWORDS,
+     "shard_ranges($self, rank=None)\n--\n\n"
+     "Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param) for a rank, by default this one.\n\n"
+     "All zero where the shard holds nothing of the parameter. ValueError for a rank outside the world."},
+    {NULL, NULL, 0, NULL},
+};
+
+static const char type_doc[] =
+    "FlatLayout(param_numels, aligned_numel, world_size, rank, sharded)\n--\n\n"
+    "Offsets, padding and shards of one flat parameter; element counts only. Immutable.\n\n"
+    "aligned_numel 0 packs the parameters without any padding (use_orig_params=False). ValueError for no parameters, "
+    "a\n"
+    "negative size or alignment, or a rank outside the world; OverflowError when the total exceeds 64 bits.";
+
+PyObject *layout_type_create(PyObject *module) {
+    PyType_Slot slots[] = {
+        {Py_tp_doc, (void *)type_doc},
+        {Py_tp_new, layout_object_new},
+        {Py_tp_dealloc, layout_object_dealloc},
+        {Py_tp_members, members},
+        {Py_tp_getset, getters},
+        {Py_tp_methods, methods},
+        {0, NULL},
+    };
+    PyType_Spec spec = {
+        .name = "fsdp_c._C.FlatLayout",
+        .basicsize = sizeof(struct layout_object),
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE,
+        .slots = slots,
+    };
+    return PyType_FromModuleAndSpec(module, &spec, NULL);
+}

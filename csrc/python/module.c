@@ -1,0 +1,82 @@
+/* The extension module fsdp_c._C. */
+#include "python/layout_type.h"
+#include "python/types.h"
+#include "runtime/hook.h"
+#include "torch/buffer.h"
+#include "torch/names.h"
+#include "torch/ops.h"
+#include "torch/tensor.h"
+#include "torch/torch_abi.h"
+
+static PyObject *live_unsharded_nbytes(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    return PyLong_FromLongLong(buffer_live_nbytes());
+}
+
+static PyObject *peak_unsharded_nbytes(PyObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"reset", NULL};
+    int reset = 0;
+    (void)self;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", names, &reset)) return NULL;
+    return PyLong_FromLongLong(buffer_peak_nbytes(reset));
+}
+
+static PyMethodDef functions[] = {
+    {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
+    {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static int add_type(PyObject *module, const char *name, PyObject *type) {
+    int result = type ? PyModule_AddObjectRef(module, name, type) : -1;
+    Py_XDECREF(type);
+    return result;
+}
+
+static int add_types(PyObject *module) {
+    if (add_type(module, "FlatLayout", layout_type_create(module)) < 0) return -1;
+    if (add_type(module, "Handle", handle_type_create(module)) < 0) return -1;
+    if (add_type(module, "Unit", unit_type_create(module)) < 0) return -1;
+    return add_type(module, "Runtime", runtime_type_create(module));
+}
+
+static int add_constants(PyObject *module) {
+    static const struct {
+        const char *name;
+        long value;
+    } constants[] = {
+        {"PARAM_SHARDED", PARAM_SHARDED},
+        {"PARAM_UNSHARDING", PARAM_UNSHARDING},
+        {"PARAM_UNSHARDED", PARAM_UNSHARDED},
+        {"USE_IDLE", USE_IDLE},
+        {"USE_FORWARD", USE_FORWARD},
+        {"USE_BACKWARD_PRE", USE_BACKWARD_PRE},
+        {"USE_BACKWARD_POST", USE_BACKWARD_POST},
+        {"USE_SUMMON_FULL_PARAMS", USE_SUMMON_FULL_PARAMS},
+        {"FULL_SHARD", FULL_SHARD},
+        {"SHARD_GRAD_OP", SHARD_GRAD_OP},
+        {"NO_SHARD", NO_SHARD},
+        {"HYBRID_SHARD", HYBRID_SHARD},
+        {"HYBRID_SHARD_ZERO2", HYBRID_SHARD_ZERO2},
+    };
+    for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
+    return 0;
+}
+
+/* torch first: its symbols, its Python names, our ops; then what stands on them. */
+static int module_exec(PyObject *module) {
+    if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0) return -1;
+    if (collective_init() < 0 || hook_init() < 0 || node_init() < 0) return -1;
+    return add_types(module) < 0 ? -1 : add_constants(module);
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "fsdp_c._C", "The C runtime of fsdp_c. Its contract is in _C.pyi.", 0, functions, slots, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__C(void);
+PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }

@@ -1,0 +1,124 @@
+/* The Python type Runtime. */
+#include "python/types.h"
+
+struct runtime_object {
+    PyObject_HEAD
+    struct runtime runtime;
+};
+
+static struct runtime *inside(PyObject *self) { return &((struct runtime_object *)self)->runtime; }
+
+/* ---- life ---- */
+
+static struct unit **units_of(PyObject *objects) {
+    Py_ssize_t count = PyTuple_Size(objects);
+    struct unit **units = PyMem_Calloc((size_t)count + 1, sizeof *units);
+    if (!units) return (struct unit **)PyErr_NoMemory();
+    for (Py_ssize_t i = 0; i < count; i++) {
+        units[i] = unit_of(PyTuple_GetItem(objects, i));
+        if (units[i] && !units[i]->runtime) continue;
+        if (units[i]) PyErr_Format(PyExc_RuntimeError, "unit %S has a root already", units[i]->name);
+        PyMem_Free(units);
+        return NULL;
+    }
+    return units;
+}
+
+static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"units", NULL};
+    PyObject *sequence;
+    if (inside(self)->units) {
+        PyErr_SetString(PyExc_RuntimeError, "a Runtime is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence)) return -1;
+    PyObject *objects = PySequence_Tuple(sequence);
+    if (!objects) return -1;
+    struct unit **units = PyTuple_Size(objects) ? units_of(objects) : NULL;
+    if (!units && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a Runtime needs at least its root");
+    int result = units ? runtime_init(inside(self), self, objects, units) : -1;
+    if (result < 0) runtime_clear(inside(self));
+    PyMem_Free(units);
+    Py_DECREF(objects);
+    return result;
+}
+
+static int runtime_object_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return runtime_visit(inside(self), visit, arg);
+}
+
+static int runtime_object_clear(PyObject *self) { return runtime_clear(inside(self)); }
+
+static void runtime_object_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    runtime_clear(inside(self));
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* ---- methods ---- */
+
+static PyObject *final_callback(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(runtime_final_callback(inside(self)));
+}
+
+static PyObject *reset_grad_info(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(runtime_collect_user_grads(inside(self)));
+}
+
+static PyObject *release(PyObject *self, PyObject *unused) {
+    struct runtime *runtime = inside(self);
+    (void)unused;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        if (runtime->units[i]->training_state == USE_IDLE) continue;
+        PyErr_Format(PyExc_RuntimeError, "unit %S is amid a forward or backward", runtime->units[i]->name);
+        return NULL;
+    }
+    return none_or_error(runtime_reset(runtime) < 0 ? -1 : runtime_clear(runtime));
+}
+
+static PyMethodDef methods[] = {
+    {"final_callback", final_callback, METH_NOARGS, NULL},
+    {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
+    {"release", release, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- attributes ---- */
+
+static PyObject *get_units(PyObject *self, void *unused) {
+    PyObject *units = inside(self)->unit_objects;
+    (void)unused;
+    return units ? Py_NewRef(units) : PyTuple_New(0);
+}
+
+static PyObject *get_iteration(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLongLong(inside(self)->iteration);
+}
+
+static PyGetSetDef attributes[] = {
+    {"units", get_units, NULL, NULL, NULL},
+    {"iteration", get_iteration, NULL, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_init, runtime_object_init},   {Py_tp_traverse, runtime_object_traverse},
+    {Py_tp_clear, runtime_object_clear}, {Py_tp_dealloc, runtime_object_dealloc},
+    {Py_tp_methods, methods},            {Py_tp_getset, attributes},
+    {Py_tp_doc, "One root and its units: execution order, prefetch, final callback."}, {0, NULL},
+};
+
+static PyType_Spec type_spec = {
+    .name = "fsdp_c._C.Runtime",
+    .basicsize = sizeof(struct runtime_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+PyObject *runtime_type_create(PyObject *module) { return PyType_FromModuleAndSpec(module, &type_spec, NULL); }

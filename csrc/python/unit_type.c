@@ -1,0 +1,141 @@
+/* The Python type Unit. */
+#include "python/types.h"
+#include "torch/names.h"
+
+struct unit_object {
+    PyObject_HEAD
+    struct unit unit;
+};
+
+static PyTypeObject *unit_type; /* borrowed from the module's dict, which lives for ever */
+
+static struct unit *inside(PyObject *self) { return &((struct unit_object *)self)->unit; }
+
+struct unit *unit_of(PyObject *object) {
+    if (PyObject_TypeCheck(object, unit_type)) return inside(object);
+    PyErr_Format(PyExc_TypeError, "expected a Unit, got %R", (PyObject *)Py_TYPE(object));
+    return NULL;
+}
+
+/* ---- life ---- */
+
+static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"module", "handle", "lazy_init", "name", "param_dtype", "cast_forward_inputs",
+                            "cast_root_forward_inputs", "backward_prefetch", "forward_prefetch", "limit_all_gathers", NULL};
+    struct unit_spec spec = {0};
+    PyObject *handle;
+    int cast, cast_root, prefetch, limit;
+    if (inside(self)->module_ref) {
+        PyErr_SetString(PyExc_RuntimeError, "a Unit is initialised once");
+        return -1;
+    }
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO$UOppipp", names, &spec.module, &handle, &spec.lazy_init, &spec.name,
+                                     &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch, &limit))
+        return -1;
+    if (handle != Py_None) {
+        spec.handle_object = handle;
+        if (!(spec.handle = handle_of(handle))) return -1;
+    }
+    spec.cast_forward_inputs = cast;
+    spec.cast_root_forward_inputs = cast_root;
+    spec.forward_prefetch = prefetch;
+    spec.limit_all_gathers = limit;
+    return unit_init(inside(self), self, &spec);
+}
+
+static int unit_object_traverse(PyObject *self, visitproc visit, void *arg) {
+    Py_VISIT(Py_TYPE(self));
+    return unit_visit(inside(self), visit, arg);
+}
+
+static int unit_object_clear(PyObject *self) { return unit_clear(inside(self)); }
+
+static void unit_object_dealloc(PyObject *self) {
+    PyTypeObject *type = Py_TYPE(self);
+    PyObject_GC_UnTrack(self);
+    unit_clear(inside(self));
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
+    Py_DECREF(type);
+}
+
+/* ---- methods ---- */
+
+static PyObject *forward(PyObject *self, PyObject *args) {
+    PyObject *wrapped, *inputs, *kwargs;
+    if (!PyArg_ParseTuple(args, "OO!O!", &wrapped, &PyTuple_Type, &inputs, &PyDict_Type, &kwargs)) return NULL;
+    return unit_forward(inside(self), wrapped, inputs, kwargs);
+}
+
+static PyMethodDef methods[] = {
+    {"forward", forward, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* ---- attributes ---- */
+
+static PyObject *get_handle(PyObject *self, void *unused) {
+    PyObject *handle = inside(self)->handle_object;
+    (void)unused;
+    return Py_NewRef(handle ? handle : Py_None);
+}
+
+static PyObject *get_runtime(PyObject *self, void *unused) {
+    PyObject *runtime = inside(self)->runtime_object;
+    (void)unused;
+    return Py_NewRef(runtime ? runtime : Py_None);
+}
+
+static PyObject *get_is_root(PyObject *self, void *unused) {
+    (void)unused;
+    if (!inside(self)->runtime) Py_RETURN_NONE;
+    return PyBool_FromLong(inside(self)->is_root);
+}
+
+static PyObject *get_training_state(PyObject *self, void *unused) {
+    const struct unit *unit = inside(self);
+    (void)unused;
+    if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS) return PyLong_FromLong(USE_SUMMON_FULL_PARAMS);
+    return PyLong_FromLong(unit->training_state);
+}
+
+static PyObject *get_sync_gradients(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(inside(self)->sync_gradients);
+}
+
+static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
+    int wanted = value ? PyObject_IsTrue(value) : -1;
+    (void)unused;
+    if (wanted < 0) return -1;
+    inside(self)->sync_gradients = wanted;
+    return 0;
+}
+
+static PyGetSetDef attributes[] = {
+    {"handle", get_handle, NULL, NULL, NULL},
+    {"runtime", get_runtime, NULL, NULL, NULL},
+    {"is_root", get_is_root, NULL, NULL, NULL},
+    {"training_state", get_training_state, NULL, NULL, NULL},
+    {"sync_gradients", get_sync_gradients, set_sync_gradients, NULL, NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyType_Slot slots[] = {
+    {Py_tp_init, unit_object_init},   {Py_tp_traverse, unit_object_traverse},
+    {Py_tp_clear, unit_object_clear}, {Py_tp_dealloc, unit_object_dealloc},
+    {Py_tp_methods, methods},         {Py_tp_getset, attributes},
+    {Py_tp_doc, "One FullyShardedDataParallel instance: the entry points of the step."}, {0, NULL},
+};
+
+static PyType_Spec type_spec = {
+    .name = "fsdp_c._C.Unit",
+    .basicsize = sizeof(struct unit_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = slots,
+};
+
+PyObject *unit_type_create(PyObject *module) {
+    PyObject *type = PyType_FromModuleAndSpec(module, &type_spec, NULL);
+    unit_type = (PyTypeObject *)type;
+    return type;
+}

@@ -1,0 +1,149 @@
+/* The autograd function of a unit. See [Note: one node per unit] in runtime.h. */
+#include "runtime/hook.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+static PyObject *apply; /* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
+
+/* ---- the function's two methods ---- */
+
+static int receive(void *target) {
+    (void)target;
+    return 0;
+}
+
+/* forward(context, anchor, token) -> the unit's views. The frozen ones among them get no gradient. */
+static PyObject *frozen_views(const struct handle *handle) {
+    PyObject *frozen = NULL;
+    for (int64_t i = 0; handle->use_orig_params && i < handle->num_params; i++) {
+        int requires_grad = torch_requires_grad(PyList_GetItem(handle->params, i));
+        if (requires_grad > 0) continue;
+        if (requires_grad < 0 || (!frozen && !(frozen = PyList_New(0)))) return NULL;
+        if (PyList_Append(frozen, PyTuple_GetItem(handle->views, i)) < 0) {
+            Py_DECREF(frozen);
+            return NULL;
+        }
+    }
+    if (!frozen) return Py_NewRef(Py_None);
+    PyObject *tuple = PyList_AsTuple(frozen);
+    Py_DECREF(frozen);
+    return tuple;
+}
+
+static PyObject *node_forward(PyObject *self, PyObject *args) {
+    PyObject *context, *anchor, *token, *frozen;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOO", &context, &anchor, &token)) return NULL;
+    struct unit *unit = hook_target(token);
+    if (PyObject_SetAttr(context, torch_names.unit, token) < 0) return NULL;
+    if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0) return NULL;
+    if (!(frozen = frozen_views(unit->handle))) return NULL;
+    int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
+    Py_DECREF(frozen);
+    return result < 0 ? NULL : Py_NewRef(unit->handle->views);
+}
+
+/* backward(context, *gradients) -> (None, None) */
+static PyObject *node_backward(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *token = PyObject_GetAttr(PyTuple_GetItem(args, 0), torch_names.unit);
+    if (!token) return NULL;
+    struct unit *unit = hook_target(token);
+    int result = unit ? handle_receive(unit->handle, args) : 0;
+    Py_DECREF(token);
+    return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
+}
+
+static PyMethodDef forward_def = {"forward", node_forward, METH_VARARGS, NULL};
+static PyMethodDef backward_def = {"backward", node_backward, METH_VARARGS, NULL};
+
+/* class FlatParameterViews(torch.autograd.Function), with C functions as its static methods. */
+static PyObject *make_class(PyObject *function) {
+    PyObject *forward = PyCFunction_New(&forward_def, NULL), *backward = PyCFunction_New(&backward_def, NULL);
+    PyObject *class = NULL;
+    if (forward && backward)
+        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOss}", "FlatParameterViews", function, "forward",
+                                      forward, "backward", backward, "__module__", "fsdp_c");
+    Py_XDECREF(forward);
+    Py_XDECREF(backward);
+    return class;
+}
+
+int node_init(void) {
+    if (apply) return 0;
+    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL, *base = NULL, *super = NULL;
+    if (autograd) function = PyObject_GetAttrString(autograd, "Function");
+    if (function) class = make_class(function);
+    if (class) super = PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL);
+    if (super) apply = PyObject_GetAttrString(super, "apply");
+    Py_XDECREF(autograd);
+    Py_XDECREF(function);
+    Py_XDECREF(class);
+    Py_XDECREF(base);
+    Py_XDECREF(super);
+    return apply ? 0 : -1;
+}
+
+/* ---- anchor ---- */
+
+static int on_all_gradients(void *target) { return unit_post_backward(target); }
+
+/* The accumulation node of a leaf: what its expansion leads back to. */
+static PyObject *accumulation_node(PyObject *leaf) {
+    PyObject *expanded = PyObject_CallMethod(leaf, "expand_as", "O", leaf);
+    PyObject *grad_fn = expanded ? PyObject_GetAttr(expanded, torch_names.grad_fn) : NULL;
+    PyObject *next = grad_fn ? PyObject_GetAttrString(grad_fn, "next_functions") : NULL;
+    PyObject *first = next ? PySequence_GetItem(next, 0) : NULL;
+    PyObject *node = first ? PySequence_GetItem(first, 0) : NULL;
+    Py_XDECREF(expanded);
+    Py_XDECREF(grad_fn);
+    Py_XDECREF(next);
+    Py_XDECREF(first);
+    return node;
+}
+
+static int make_anchor(struct unit *unit) {
+    PyObject *removable = NULL;
+    PyObject *anchor = torch_empty(1, unit->handle->param_dtype, unit->handle->device);
+    if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0) goto fail;
+    if (!(unit->anchor_node = accumulation_node(anchor))) goto fail;
+    if (!(unit->anchor_hook = hook_new(on_all_gradients, unit, NULL))) goto fail;
+    removable = PyObject_CallMethod(unit->anchor_node, "register_hook", "O", unit->anchor_hook);
+    if (!removable) goto fail;
+    Py_DECREF(removable);
+    unit->anchor = anchor;
+    return 0;
+fail:
+    Py_XDECREF(anchor);
+    Py_CLEAR(unit->anchor_node);
+    Py_CLEAR(unit->anchor_hook);
+    return -1;
+}
+
+int unit_attach_views(struct unit *unit) {
+    if (!unit->anchor && make_anchor(unit) < 0) return -1;
+    /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
+    bool enabled = torch_grad_enabled();
+    PyObject *token = hook_new(receive, unit, unit->object), *views = NULL;
+    if (!enabled) torch_set_grad_enabled(true);
+    if (token) views = PyObject_CallFunctionObjArgs(apply, unit->anchor, token, NULL);
+    if (!enabled) torch_set_grad_enabled(false);
+    unit->views_attached = true;
+    Py_XDECREF(token);
+    Py_XDECREF(views);
+    return views ? 0 : -1;
+}
+
+int unit_detach_views(struct unit *unit) {
+    PyObject *views = unit->handle ? unit->handle->views : NULL;
+    if (!unit->views_attached || !views) return 0;
+    unit->views_attached = false;
+    for (int64_t i = 0; i < unit->handle->num_params; i++) {
+        PyObject *view = PyTuple_GetItem(views, i);
+        int requires_grad = torch_requires_grad(view);
+        PyObject *done = requires_grad > 0 ? PyObject_CallMethodObjArgs(view, torch_names.detach_, NULL) : Py_NewRef(Py_None);
+        Py_XDECREF(done);
+        if (!done || requires_grad < 0) return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,112 @@
+/* One root and its units: what runs when in a step.
+ *
+ *   forward(unit):   [lazy init] root pre-forward -> pre-forward (unshard, views) -> the module -> post-forward (reshard, hooks)
+ *   backward:        pre-backward hook on the outputs (unshard, prefetch) -> the unit's node receives all gradients ->
+ *                    the anchor's hook, once all contributions are there: pack, reshard, reduce -> final callback
+ *
+ * Invariant: outside of a step every handle is IDLE, and SHARDED unless its strategy keeps it gathered. A unit belongs to one
+ * runtime at most. A runtime owns its units; a unit knows its runtime through an owned reference too: the cycle is one of
+ * Python objects and is collected. */
+#ifndef FSDP_RUNTIME_RUNTIME_H
+#define FSDP_RUNTIME_RUNTIME_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "handle/handle.h"
+
+enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD_POST }; /* torch's values */
+
+struct runtime;
+
+/* One FullyShardedDataParallel instance. */
+struct unit {
+    PyObject *object;     /* borrowed; the Python object that this struct lives in */
+    PyObject *module_ref; /* owned; weak reference to the instance, whose end detaches the views */
+    PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
+    struct handle *handle;   /* borrowed from handle_object */
+    PyObject *runtime_object; /* owned; NULL before lazy init */
+    struct runtime *runtime;  /* borrowed from runtime_object */
+    PyObject *lazy_init;      /* owned; Python callable that builds the runtime */
+    PyObject *name;           /* owned; str */
+
+    PyObject *param_dtype; /* owned; inputs are cast to it, or NULL */
+    bool cast_forward_inputs, cast_root_forward_inputs;
+    enum backward_prefetch backward_prefetch;
+    bool forward_prefetch, limit_all_gathers;
+
+    bool is_root;
+    bool sync_gradients;
+    enum training_state training_state; /* IDLE, FORWARD (forward or backward) or SUMMON_FULL_PARAMS */
+
+    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, a scalar leaf; its outputs are the
+     * unit's cached views and its backward receives all their gradients at once. It returns no gradient for the anchor, yet
+     * autograd runs the anchor's accumulation node once per backward, after every contribution: the post-backward moment. */
+    PyObject *anchor;      /* owned */
+    PyObject *anchor_node; /* owned; keeps the accumulation node, and the hook on it, alive */
+    PyObject *anchor_hook; /* owned; a hook that does not own the unit */
+    bool views_attached;   /* the views carry history of an earlier forward */
+
+    PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
+    int64_t pre_forward_index, post_forward_index; /* place in the runtime's orders, -1 when not recorded */
+    bool ran_pre_backward, needs_pre_backward_unshard, prefetched;
+};
+
+struct unit_spec {
+    PyObject *module, *handle_object /* or NULL */, *lazy_init, *name, *param_dtype /* or None */;
+    struct handle *handle;
+    bool cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
+    int backward_prefetch;
+};
+
+int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
+int unit_clear(struct unit *unit);
+int unit_visit(struct unit *unit, visitproc visit, void *arg);
+
+/* unit.c: the instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle again. */
+PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
+
+/* backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. */
+int unit_pre_backward(struct unit *unit);
+int unit_post_backward(struct unit *unit);
+int unit_reshard_only(struct unit *unit); /* a frozen unit whose inputs have their gradients */
+
+/* node.c: the autograd function of [Note: one node per unit]. */
+int node_init(void);
+int unit_attach_views(struct unit *unit); /* the views belong to a new node; its anchor is made on the first call */
+int unit_detach_views(struct unit *unit); /* the views have no history */
+
+struct runtime {
+    PyObject *object; /* borrowed */
+    PyObject *unit_objects; /* owned; tuple */
+    struct unit **units;    /* owned array of borrowed pointers; units[0] is the root */
+    int64_t num_units;
+    struct unit **pre_order, **post_order; /* owned; order of the forwards of the first and of this iteration */
+    int64_t num_pre, num_post;
+    int64_t capacity; /* of post_order: a unit can be recorded again */
+    int64_t iteration;
+    bool callback_queued;
+    struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
+};
+
+int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units); /* steals nothing */
+int runtime_clear(struct runtime *runtime);
+int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
+
+int runtime_root_pre_forward(struct runtime *runtime);
+int runtime_queue_final_callback(struct runtime *runtime);
+int runtime_final_callback(struct runtime *runtime);
+int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
+int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */
+int runtime_collect_user_grads(struct runtime *runtime);
+
+/* order.c */
+void order_record_pre_forward(struct unit *unit);
+int order_record_post_forward(struct unit *unit);
+int order_prefetch_forward(struct unit *unit);
+int order_prefetch_backward(struct unit *unit);
+void order_next_iteration(struct runtime *runtime);
+
+#endif

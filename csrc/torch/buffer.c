@@ -1,0 +1,76 @@
+#include "torch/buffer.h"
+
+#include <string.h>
+
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+static int64_t live_nbytes, peak_nbytes;
+static PyObject *zero; /* owned for ever: the size of a freed storage */
+
+static void count(const struct buffer *buffer, int64_t change) {
+    if (!buffer->counted) return;
+    live_nbytes += change;
+    if (live_nbytes > peak_nbytes) peak_nbytes = live_nbytes;
+}
+
+int64_t buffer_live_nbytes(void) { return live_nbytes; }
+
+int64_t buffer_peak_nbytes(bool reset) {
+    int64_t peak = peak_nbytes;
+    if (reset) peak_nbytes = live_nbytes;
+    return peak;
+}
+
+int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted) {
+    PyObject *storage = NULL;
+    if (!zero && !(zero = PyLong_FromLong(0))) return -1;
+    memset(buffer, 0, sizeof *buffer);
+    buffer->counted = counted;
+    buffer->tensor = torch_empty(numel, dtype, device);
+    if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0) goto fail;
+    storage = PyObject_CallMethod(buffer->tensor, "untyped_storage", NULL);
+    if (!storage || !(buffer->resize = PyObject_GetAttrString(storage, "resize_"))) goto fail;
+    buffer->numel = numel;
+    buffer->nbytes = numel * dtype_nbytes(buffer->view.dtype);
+    if (!(buffer->full_nbytes = PyLong_FromLongLong(buffer->nbytes))) goto fail;
+    buffer->allocated = true;
+    count(buffer, buffer->nbytes);
+    Py_DECREF(storage);
+    return 0;
+fail:
+    Py_XDECREF(storage);
+    buffer_fini(buffer);
+    return -1;
+}
+
+void buffer_fini(struct buffer *buffer) {
+    if (buffer->allocated) count(buffer, -buffer->nbytes);
+    Py_CLEAR(buffer->tensor);
+    Py_CLEAR(buffer->resize);
+    Py_CLEAR(buffer->full_nbytes);
+    memset(buffer, 0, sizeof *buffer);
+}
+
+static int resize(struct buffer *buffer, PyObject *nbytes) {
+    PyObject *result = PyObject_CallFunctionObjArgs(buffer->resize, nbytes, NULL);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+int buffer_alloc(struct buffer *buffer) {
+    if (buffer->allocated) return 0;
+    if (resize(buffer, buffer->full_nbytes) < 0 || tensor_view_of(buffer->tensor, &buffer->view) < 0) return -1;
+    buffer->allocated = true;
+    count(buffer, buffer->nbytes);
+    return 0;
+}
+
+int buffer_free(struct buffer *buffer) {
+    if (!buffer->allocated) return 0;
+    if (resize(buffer, zero) < 0) return -1;
+    buffer->view.data = NULL;
+    buffer->allocated = false;
+    count(buffer, -buffer->nbytes);
+    return 0;
+}

@@ -1,0 +1,229 @@
+/* Reading and writing the stack of a boxed op kernel, and failing inside one.
+ *
+ * Invariant: an op kernel owns its inputs. Each is read once into an OP_OWNED variable, which is released when the function
+ * is left, also while an error unwinds: files that include this are compiled with -fexceptions. Outputs are written last,
+ * from slot 0 on, as new owners. No PyObject may be touched: ops run without the interpreter's lock. */
+#ifndef FSDP_TORCH_OP_STACK_H
+#define FSDP_TORCH_OP_STACK_H
+
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/kernels.h"
+#include "torch/torch_abi.h"
+
+/* Leave the op with a RuntimeError. Legal only inside an op: elsewhere nothing catches what torch throws. */
+__attribute__((format(printf, 3, 4))) _Noreturn static inline void op_fail(const char *function, int line,
+                                                                           const char *format, ...) {
+    char message[512];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message, sizeof message, format, arguments);
+    va_end(arguments);
+    torch_abi.aoti_torch_check(false, function, "fsdp_c", (uint32_t)line, message);
+    abort(); /* not reached */
+}
+
+#define OP_CHECK(condition, ...)                                                                                       \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            op_fail(__func__, __LINE__, __VA_ARGS__);                                                                  \
+        }                                                                                                              \
+    } while (0)
+
+/* Fail with torch's own words if a call into it failed. */
+#define OP_CALL(call)                                                                                                  \
+    do {                                                                                                               \
+        if ((call) != 0) {                                                                                             \
+            op_fail(__func__, __LINE__, "%s", op_error_text(#call));                                                   \
+        }                                                                                                              \
+    } while (0)
+
+static inline const char *op_error_text(const char *otherwise) {
+    const char *text = NULL;
+    if (torch_abi.torch_exception_get_what_without_backtrace) {
+        text = torch_abi.torch_exception_get_what_without_backtrace();
+    }
+    return text && *text ? text : otherwise;
+}
+
+static inline void op_drop_tensor(AtenTensorHandle *tensor) {
+    if (*tensor) {
+        torch_abi.aoti_torch_delete_tensor_object(*tensor);
+        *tensor = NULL;
+    }
+}
+#define OP_OWNED __attribute__((cleanup(op_drop_tensor))) AtenTensorHandle
+
+static inline AtenTensorHandle op_tensor(StableIValue slot) {
+    return (AtenTensorHandle)(uintptr_t)slot;
+}
+
+/* Give an owned tensor to the caller of the op. */
+static inline StableIValue op_give(AtenTensorHandle *tensor) {
+    StableIValue slot = (StableIValue)(uintptr_t)*tensor;
+    *tensor = NULL;
+    return slot;
+}
+
+static inline int64_t op_int(StableIValue slot) {
+    return (int64_t)slot;
+}
+
+static inline bool op_bool(StableIValue slot) {
+    return (slot & 1) != 0;
+}
+
+static inline double op_float(StableIValue slot) {
+    double value;
+    memcpy(&value, &slot, sizeof value);
+    return value;
+}
+
+/* A list argument with its items; those of a Tensor[] are owned by it. */
+struct op_list {
+    StableListHandle list; /* owned */
+    StableIValue *items;   /* owned */
+    size_t count;
+    bool of_tensors;
+};
+
+static inline void op_drop_list(struct op_list *list) {
+    for (size_t i = 0; list->of_tensors && i < list->count; i++) {
+        AtenTensorHandle tensor = op_tensor(list->items[i]);
+        op_drop_tensor(&tensor);
+    }
+    free(list->items);
+    if (list->list) {
+        torch_abi.torch_delete_list(list->list);
+    }
+    memset(list, 0, sizeof *list);
+}
+#define OP_OWNED_LIST __attribute__((cleanup(op_drop_list))) struct op_list
+
+static inline void op_free(void *pointer) {
+    free(*(void **)pointer);
+}
+#define OP_OWNED_MEMORY __attribute__((cleanup(op_free)))
+
+static inline void *op_alloc(size_t count, size_t size) {
+    void *memory = calloc(count ? count : 1, size);
+    OP_CHECK(memory, "out of memory");
+    return memory;
+}
+
+/* Take the list out of its slot into `list`, which the caller declared OP_OWNED_LIST and zeroed. */
+static inline void op_read_list(struct op_list *list, StableIValue slot, bool of_tensors) {
+    size_t size = 0;
+    list->list = (StableListHandle)(uintptr_t)slot;
+    OP_CALL(torch_abi.torch_list_size(list->list, &size));
+    list->items = op_alloc(size, sizeof *list->items);
+    for (size_t i = 0; i < size; i++) {
+        OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
+    }
+    list->count = size;
+    list->of_tensors = of_tensors;
+}
+
+/* Append an owned tensor to a list under construction, which takes it over. */
+static inline void op_push(StableListHandle list, AtenTensorHandle *tensor) {
+    OP_CALL(torch_abi.torch_list_push_back(list, op_give(tensor)));
+}
+
+enum { OP_MAX_NDIM = 64 };
+
+/* What a kernel and a shape check need to know of one tensor; sizes and strides are borrowed from it. */
+struct op_operand {
+    struct tensor_view view;
+    int64_t numel;
+    int32_t dtype_code; /* torch's own numbers, to make tensors alike */
+    int32_t device_type;
+    int32_t device_index;
+    bool is_contiguous;
+    int64_t traced_sizes[OP_MAX_NDIM];
+};
+
+static inline enum dtype op_dtype(int32_t code) {
+    if (code == torch_abi.aoti_torch_dtype_float32()) {
+        return DTYPE_FLOAT32;
+    }
+    if (code == torch_abi.aoti_torch_dtype_bfloat16()) {
+        return DTYPE_BFLOAT16;
+    }
+    if (code == torch_abi.aoti_torch_dtype_float16()) {
+        return DTYPE_FLOAT16;
+    }
+    return code == torch_abi.aoti_torch_dtype_float64() ? DTYPE_FLOAT64 : DTYPE_OTHER;
+}
+
+/* A size that may be symbolic while a graph is traced: asked for through the dispatcher, where the tracer specialises on it. */
+static inline int64_t op_traced_size(AtenTensorHandle tensor, int64_t dim) {
+    AtenTensorHandle reference = NULL;
+    OP_CALL(torch_abi.aoti_torch_new_tensor_handle(tensor, &reference));
+    StableIValue slots[2] = {op_give(&reference), (StableIValue)dim};
+    OP_CALL(
+        torch_abi.torch_call_dispatcher("aten::sym_size", "int", slots, TORCH_BUILD_VERSION)); /* takes the reference */
+    return op_int(slots[0]);
+}
+
+static inline void op_read_traced_shape(struct op_operand *operand, AtenTensorHandle tensor, int64_t ndim) {
+    OP_CHECK(ndim <= OP_MAX_NDIM, "a tensor has %d dimensions, more than %d", (int)ndim, OP_MAX_NDIM);
+    operand->numel = 1;
+    for (int64_t d = 0; d < ndim; d++) {
+        operand->traced_sizes[d] = op_traced_size(tensor, d);
+        operand->numel *= operand->traced_sizes[d];
+    }
+    operand->view.sizes = operand->traced_sizes;
+}
+
+static inline void op_read_shape(struct op_operand *operand, AtenTensorHandle tensor) {
+    int64_t *sizes = NULL;
+    int64_t *strides = NULL;
+    OP_CALL(torch_abi.aoti_torch_get_sizes(tensor, &sizes));
+    OP_CALL(torch_abi.aoti_torch_get_strides(tensor, &strides));
+    OP_CALL(torch_abi.aoti_torch_get_numel(tensor, &operand->numel));
+    operand->view.sizes = sizes;
+    operand->view.strides = strides;
+}
+
+/* Fill `operand`, which must not be moved afterwards: the sizes of a traced tensor lie in it. */
+static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle tensor) {
+    int64_t ndim = 0;
+    memset(&operand->view, 0, sizeof operand->view);
+    OP_CALL(torch_abi.aoti_torch_get_dim(tensor, &ndim));
+    OP_CALL(torch_abi.aoti_torch_get_dtype(tensor, &operand->dtype_code));
+    OP_CALL(torch_abi.aoti_torch_get_device_type(tensor, &operand->device_type));
+    OP_CALL(torch_abi.aoti_torch_get_device_index(tensor, &operand->device_index));
+    OP_CALL(torch_abi.aoti_torch_is_contiguous(tensor, &operand->is_contiguous));
+    bool is_cpu = operand->device_type == torch_abi.aoti_torch_device_type_cpu();
+    operand->view.dtype = op_dtype(operand->dtype_code);
+    operand->view.device = is_cpu ? DEVICE_CPU : DEVICE_OTHER;
+    operand->view.ndim = (int32_t)ndim;
+    if (operand->device_type == torch_abi.aoti_torch_device_type_meta()) {
+        op_read_traced_shape(operand, tensor, ndim);
+    } else {
+        op_read_shape(operand, tensor);
+    }
+    if (is_cpu) {
+        OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
+    }
+}
+
+/* A new contiguous tensor on the device of `like`. */
+static inline AtenTensorHandle op_empty(int64_t ndim, const int64_t *sizes, int32_t dtype_code,
+                                        const struct op_operand *like) {
+    int64_t strides[OP_MAX_NDIM];
+    int64_t step = 1;
+    AtenTensorHandle tensor = NULL;
+    for (int64_t d = ndim - 1; d >= 0; d--) {
+        strides[d] = step;
+        step *= sizes[d] > 0 ? sizes[d] : 1;
+    }
+    OP_CALL(torch_abi.aoti_torch_empty_strided(ndim, sizes, strides, dtype_code, like->device_type, like->device_index,
+                                               &tensor));
+    return tensor;
+}
+
+#endif

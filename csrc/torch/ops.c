@@ -1,0 +1,374 @@
+/* The ops of torch.ops.fsdp_c over plain tensors. Each has one body for CPU and Meta: read, check, make the output, and, on
+ * CPU alone, run the kernel. Ops that write in place do not bump the version counter: call them on detached tensors. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "torch/ops.h"
+
+#include <inttypes.h>
+
+#include "torch/op_stack.h"
+#include "torch/tensor.h"
+
+/* Where a body runs, and the name its messages begin with. */
+struct op_call {
+    const char *name;
+    bool is_meta;
+};
+
+static void check_status(const struct op_call *call, enum status status) {
+    OP_CHECK(status != STATUS_UNSUPPORTED, "%s: no kernel for these dtypes or this norm", call->name);
+    OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);
+}
+
+/* A tensor a kernel can read: on the CPU (or Meta), of a known dtype, its storage alive. */
+static void read_operand(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                         const char *argument) {
+    op_read_operand(operand, tensor);
+    bool has_memory = operand->numel == 0 || operand->view.data;
+    OP_CHECK(operand->view.dtype != DTYPE_OTHER, "%s: %s must be float32, float64, bfloat16 or float16", call->name,
+             argument);
+    OP_CHECK(call->is_meta || operand->view.device == DEVICE_CPU, "%s: %s must be on the CPU", call->name, argument);
+    OP_CHECK(call->is_meta || has_memory, "%s: the storage of %s is freed", call->name, argument);
+}
+
+static void read_contiguous(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                            const char *argument) {
+    read_operand(call, operand, tensor, argument);
+    OP_CHECK(operand->is_contiguous, "%s: %s must be contiguous", call->name, argument);
+}
+
+static void read_flat(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                      const char *argument) {
+    read_contiguous(call, operand, tensor, argument);
+    OP_CHECK(operand->view.ndim == 1, "%s: %s must have one dimension, not %d", call->name, argument,
+             (int)operand->view.ndim);
+}
+
+static int32_t read_dtype(const struct op_call *call, StableIValue slot) {
+    int32_t code = (int32_t)slot;
+    OP_CHECK(op_dtype(code) != DTYPE_OTHER, "%s: dtype must be float32, float64, bfloat16 or float16", call->name);
+    return code;
+}
+
+static double read_divisor(const struct op_call *call, StableIValue slot) {
+    double divisor = op_float(slot);
+    OP_CHECK(divisor > 0, "%s: divisor must be positive, not %g", call->name, divisor);
+    return divisor;
+}
+
+/* Pack sources into the output, one pass; nothing to do on Meta. */
+static void run_pack(const struct op_call *call, const struct op_operand *output, const struct pack_source *sources,
+                     size_t count, double divisor) {
+    if (!call->is_meta) {
+        check_status(call, kernel_pack(output->view.data, output->view.dtype, output->numel, sources, (int64_t)count,
+                                       divisor, tensor_kernel_stream(&output->view)));
+    }
+}
+
+static int64_t align_up(int64_t value, int64_t alignment) {
+    int64_t over = alignment > 1 ? value % alignment : 0;
+    return over ? value + alignment - over : value;
+}
+
+/* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel are zero. */
+static void flatten(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = {0};
+    OP_OWNED_MEMORY struct pack_source *sources = NULL;
+    OP_OWNED output = NULL;
+    op_read_list(&tensors, stack[0], true);
+    int64_t aligned_numel = op_int(stack[1]);
+    int64_t padded_numel = op_int(stack[2]);
+    int32_t dtype = read_dtype(call, stack[3]);
+    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
+    OP_CHECK(aligned_numel >= 0, "%s: aligned_numel must not be negative, not %" PRId64, call->name, aligned_numel);
+    sources = op_alloc(tensors.count, sizeof *sources);
+    int64_t end = 0;
+    for (size_t i = 0; i < tensors.count; i++) {
+        struct op_operand operand;
+        read_operand(call, &operand, op_tensor(tensors.items[i]), "each of tensors");
+        sources[i] =
+            (struct pack_source){.view = operand.view, .numel = operand.numel, .offset = align_up(end, aligned_numel)};
+        end = sources[i].offset + operand.numel;
+    }
+    OP_CHECK(padded_numel >= end, "%s: padded_numel is %" PRId64 ", but the tensors end at %" PRId64, call->name,
+             padded_numel, end);
+    struct op_operand like;
+    op_read_operand(&like, op_tensor(tensors.items[0]));
+    output = op_empty(1, &padded_numel, dtype, &like);
+    struct op_operand flat;
+    op_read_operand(&flat, output);
+    run_pack(call, &flat, sources, tensors.count, 1.0);
+    stack[0] = op_give(&output);
+}
+
+/* Copy numel elements of a flat tensor into a new one. */
+static AtenTensorHandle copy_part(const struct op_call *call, const struct op_operand *flat, int64_t offset,
+                                  int64_t numel) {
+    AtenTensorHandle part = op_empty(1, &numel, flat->dtype_code, flat);
+    if (!call->is_meta) {
+        struct op_operand output;
+        op_read_operand(&output, part);
+        struct copy_range range = {flat->view.data, offset, 0, numel};
+        kernel_copy_ranges(output.view.data, flat->view.dtype, &range, 1, tensor_kernel_stream(&flat->view));
+    }
+    return part;
+}
+
+struct list_owner {
+    StableListHandle list; /* owned, with its tensors, until it is given away */
+};
+
+static void drop_result(struct list_owner *result) {
+    struct op_list list = {.list = result->list, .of_tensors = true};
+    size_t size = 0;
+    if (!result->list || torch_abi.torch_list_size(result->list, &size) != 0) {
+        return;
+    }
+    list.items = calloc(size ? size : 1, sizeof *list.items);
+    for (; list.items && list.count < size; list.count++) {
+        torch_abi.torch_list_get_item(result->list, list.count, &list.items[list.count]);
+    }
+    op_drop_list(&list);
+}
+
+static void check_segment(const struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
+    OP_CHECK(offset >= 0 && numel >= 0 && offset <= total && numel <= total - offset,
+             "%s: elements [%" PRId64 ", %" PRId64 ") lie outside of %s, which has %" PRId64, call->name, offset,
+             offset + numel, what, total);
+}
+
+/* fsdp_c::unflatten: a copy of each segment, in one dimension. */
+static void unflatten(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED tensor = op_tensor(stack[0]);
+    OP_OWNED_LIST offsets = {0};
+    OP_OWNED_LIST numels = {0};
+    __attribute__((cleanup(drop_result))) struct list_owner result = {NULL};
+    op_read_list(&offsets, stack[1], false);
+    op_read_list(&numels, stack[2], false);
+    struct op_operand flat;
+    read_flat(call, &flat, tensor, "flat");
+    OP_CHECK(offsets.count == numels.count, "%s: %zu offsets, but %zu numels", call->name, offsets.count, numels.count);
+    for (size_t i = 0; i < offsets.count; i++) {
+        check_segment(call, op_int(offsets.items[i]), op_int(numels.items[i]), flat.numel, "flat");
+    }
+    OP_CALL(torch_abi.torch_new_list_reserve_size(offsets.count, &result.list));
+    for (size_t i = 0; i < offsets.count; i++) {
+        AtenTensorHandle part = copy_part(call, &flat, op_int(offsets.items[i]), op_int(numels.items[i]));
+        op_push(result.list, &part);
+    }
+    stack[0] = (StableIValue)(uintptr_t)result.list;
+    result.list = NULL;
+}
+
+/* fsdp_c::shard: this rank's chunk, zero-padded on the right to the size of rank 0's. */
+static void shard(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED tensor = op_tensor(stack[0]);
+    OP_OWNED output = NULL;
+    int64_t rank = op_int(stack[1]);
+    int64_t world_size = op_int(stack[2]);
+    struct op_operand flat;
+    read_flat(call, &flat, tensor, "flat");
+    OP_CHECK(world_size > 0, "%s: world_size must be positive, not %" PRId64, call->name, world_size);
+    OP_CHECK(rank >= 0 && rank < world_size, "%s: rank %" PRId64 " is outside of a world of %" PRId64, call->name, rank,
+             world_size);
+    int64_t shard_numel = (flat.numel + world_size - 1) / world_size;
+    int64_t start = shard_numel * rank < flat.numel ? shard_numel * rank : flat.numel;
+    int64_t valid_numel = flat.numel - start < shard_numel ? flat.numel - start : shard_numel;
+    output = op_empty(1, &shard_numel, flat.dtype_code, &flat);
+    struct op_operand chunk;
+    op_read_operand(&chunk, output);
+    struct pack_source source = {.view = flat.view, .numel = valid_numel};
+    source.view.sizes = &valid_numel;
+    if (!call->is_meta && flat.view.data) {
+        source.view.data = (char *)flat.view.data + start * dtype_nbytes(flat.view.dtype);
+    }
+    run_pack(call, &chunk, &source, 1, 1.0);
+    stack[0] = op_give(&output);
+}
+
+/* fsdp_c::pack_gradients: cast, divide and flatten in one pass; what no gradient covers is zeroed. */
+static void pack_gradients(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED tensor = op_tensor(stack[0]);
+    OP_OWNED_LIST grads = {0};
+    OP_OWNED_LIST offsets = {0};
+    OP_OWNED_MEMORY struct pack_source *sources = NULL;
+    op_read_list(&grads, stack[1], true);
+    op_read_list(&offsets, stack[2], false);
+    double divisor = read_divisor(call, stack[3]);
+    struct op_operand out;
+    read_flat(call, &out, tensor, "out");
+    OP_CHECK(grads.count == offsets.count, "%s: %zu grads, but %zu offsets", call->name, grads.count, offsets.count);
+    sources = op_alloc(grads.count, sizeof *sources);
+    int64_t end = 0;
+    for (size_t i = 0; i < grads.count; i++) {
+        struct op_operand grad;
+        read_operand(call, &grad, op_tensor(grads.items[i]), "each of grads");
+        int64_t offset = op_int(offsets.items[i]);
+        OP_CHECK(offset >= end, "%s: grad %zu begins at %" PRId64 ", before the end of the one before, %" PRId64,
+                 call->name, i, offset, end);
+        check_segment(call, offset, grad.numel, out.numel, "out");
+        sources[i] = (struct pack_source){.view = grad.view, .numel = grad.numel, .offset = offset};
+        end = offset + grad.numel;
+    }
+    run_pack(call, &out, sources, grads.count, divisor);
+}
+
+/* fsdp_c::cast_divide: the same shape, contiguous, in another dtype and divided. */
+static void cast_divide(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED tensor = op_tensor(stack[0]);
+    OP_OWNED output = NULL;
+    double divisor = read_divisor(call, stack[1]);
+    int32_t dtype = read_dtype(call, stack[2]);
+    struct op_operand input;
+    read_operand(call, &input, tensor, "input");
+    output = op_empty(input.view.ndim, input.view.sizes, dtype, &input);
+    struct op_operand result;
+    op_read_operand(&result, output);
+    struct pack_source source = {.view = input.view, .numel = input.numel};
+    run_pack(call, &result, &source, 1, divisor);
+    stack[0] = op_give(&output);
+}
+
+/* fsdp_c::accumulate_shard: accumulator += shard / divisor, rounded in the shard's dtype first. */
+static void accumulate_shard(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED target = op_tensor(stack[0]);
+    OP_OWNED addend = op_tensor(stack[1]);
+    double divisor = read_divisor(call, stack[2]);
+    struct op_operand accumulator;
+    read_contiguous(call, &accumulator, target, "accumulator");
+    struct op_operand input;
+    read_contiguous(call, &input, addend, "shard");
+    OP_CHECK(accumulator.numel == input.numel, "%s: accumulator has %" PRId64 " elements, shard %" PRId64, call->name,
+             accumulator.numel, input.numel);
+    if (!call->is_meta) {
+        check_status(call,
+                     kernel_accumulate(accumulator.view.data, accumulator.view.dtype, input.view.data, input.view.dtype,
+                                       input.numel, divisor, tensor_kernel_stream(&input.view)));
+    }
+}
+
+/* Views and sizes of contiguous tensors, in two arrays that the caller owns. */
+static void read_all(const struct op_call *call, const struct op_list *list, struct tensor_view *views,
+                     int64_t *numels) {
+    for (size_t i = 0; i < list->count; i++) {
+        struct op_operand operand;
+        read_contiguous(call, &operand, op_tensor(list->items[i]), "each of tensors");
+        views[i] = operand.view;
+        numels[i] = operand.numel;
+    }
+}
+
+/* fsdp_c::norms: one p-norm per tensor, in float64 for float64 tensors and in float32 for all others. */
+static void norms(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = {0};
+    OP_OWNED_MEMORY struct tensor_view *views = NULL;
+    OP_OWNED_MEMORY int64_t *numels = NULL;
+    OP_OWNED output = NULL;
+    op_read_list(&tensors, stack[0], true);
+    double p = op_float(stack[1]);
+    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
+    views = op_alloc(tensors.count, sizeof *views);
+    numels = op_alloc(tensors.count, sizeof *numels);
+    read_all(call, &tensors, views, numels);
+    for (size_t i = 1; i < tensors.count; i++) {
+        OP_CHECK((views[i].dtype == DTYPE_FLOAT64) == (views[0].dtype == DTYPE_FLOAT64),
+                 "%s: float64 tensors cannot be mixed with others", call->name);
+    }
+    struct op_operand like;
+    op_read_operand(&like, op_tensor(tensors.items[0]));
+    int64_t count = (int64_t)tensors.count;
+    bool is_double = views[0].dtype == DTYPE_FLOAT64;
+    output = op_empty(1, &count,
+                      is_double ? torch_abi.aoti_torch_dtype_float64() : torch_abi.aoti_torch_dtype_float32(), &like);
+    if (!call->is_meta) {
+        struct op_operand result;
+        op_read_operand(&result, output);
+        check_status(call, kernel_norms(result.view.data, views, numels, count, p, tensor_kernel_stream(&result.view)));
+    }
+    stack[0] = op_give(&output);
+}
+
+/* fsdp_c::clip_: every tensor times one number, which is read here: on another device that would wait for it. */
+static void clip(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = {0};
+    OP_OWNED scalar = op_tensor(stack[1]);
+    OP_OWNED_MEMORY struct tensor_view *views = NULL;
+    OP_OWNED_MEMORY int64_t *numels = NULL;
+    double coefficient = 1.0;
+    op_read_list(&tensors, stack[0], true);
+    struct op_operand factor;
+    read_operand(call, &factor, scalar, "coefficient");
+    OP_CHECK(factor.numel == 1, "%s: coefficient must have one element, not %" PRId64, call->name, factor.numel);
+    views = op_alloc(tensors.count, sizeof *views);
+    numels = op_alloc(tensors.count, sizeof *numels);
+    read_all(call, &tensors, views, numels);
+    if (!call->is_meta) {
+        const struct kernel_stream *stream = tensor_kernel_stream(&factor.view);
+        kernel_cast_divide(&coefficient, DTYPE_FLOAT64, factor.view.data, factor.view.dtype, 1, 1.0, stream);
+        check_status(call, kernel_scale(views, numels, (int64_t)tensors.count, coefficient, stream));
+    }
+}
+
+/* clang-format off */
+#define EACH_OP(X)                                                                                             \
+    X(flatten, flatten, "(Tensor[] tensors, int aligned_numel, int padded_numel, ScalarType dtype) -> Tensor") \
+    X(unflatten, unflatten, "(Tensor flat, int[] offsets, int[] numels) -> Tensor[]")                          \
+    X(shard, shard, "(Tensor flat, int rank, int world_size) -> Tensor")                                       \
+    X(pack_gradients, pack_gradients, "(Tensor(a!) out, Tensor[] grads, int[] offsets, float divisor) -> ()")  \
+    X(cast_divide, cast_divide, "(Tensor input, float divisor, ScalarType dtype) -> Tensor")                   \
+    X(accumulate_shard, accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \
+    X(norms, norms, "(Tensor[] tensors, float p) -> Tensor")                                                   \
+    X(clip_, clip, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")
+/* clang-format on */
+
+#define DEFINE_BOXED(name, body, schema)                                                                               \
+    static void name##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                        \
+        (void)num_inputs;                                                                                              \
+        (void)num_outputs;                                                                                             \
+        body(stack, &(struct op_call){"fsdp_c::" #name, false});                                                       \
+    }                                                                                                                  \
+    static void name##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
+        (void)num_inputs;                                                                                              \
+        (void)num_outputs;                                                                                             \
+        body(stack, &(struct op_call){"fsdp_c::" #name, true});                                                        \
+    }
+EACH_OP(DEFINE_BOXED)
+
+struct op_entry {
+    const char *name;
+    const char *schema;
+    boxed_kernel cpu;
+    boxed_kernel meta;
+};
+
+#define OP_ENTRY(name, body, schema) {#name, #name schema, name##_on_cpu, name##_on_meta},
+static const struct op_entry entries[] = {EACH_OP(OP_ENTRY)};
+enum { ENTRY_COUNT = sizeof entries / sizeof entries[0] };
+
+/* Libraries live for ever: what they registered would go with them. */
+static bool register_all(void) {
+    TorchLibraryHandle schemas = NULL;
+    TorchLibraryHandle cpu = NULL;
+    TorchLibraryHandle meta = NULL;
+    bool failed = torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &schemas) != 0 ||
+                  torch_abi.aoti_torch_library_init_impl("fsdp_c", "CPU", "fsdp_c", 0, &cpu) != 0 ||
+                  torch_abi.aoti_torch_library_init_impl("fsdp_c", "Meta", "fsdp_c", 0, &meta) != 0;
+    for (int i = 0; !failed && i < ENTRY_COUNT; i++) {
+        failed = torch_abi.aoti_torch_library_def(schemas, entries[i].schema) != 0 ||
+                 torch_abi.torch_library_impl(cpu, entries[i].name, entries[i].cpu, TORCH_BUILD_VERSION) != 0 ||
+                 torch_abi.torch_library_impl(meta, entries[i].name, entries[i].meta, TORCH_BUILD_VERSION) != 0;
+    }
+    return !failed;
+}
+
+int ops_init(void) {
+    static bool registered = false;
+    if (!registered && !register_all()) {
+        PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
+                     op_error_text("torch refused them"));
+        return -1;
+    }
+    registered = true;
+    return 0;
+}

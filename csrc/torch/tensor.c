@@ -1,0 +1,312 @@
+/* Views of tensors from their Python objects, through the C functions that torch.Tensor publishes for DLPack. */
+#include "torch/tensor.h"
+
+#include <string.h>
+
+#include "torch/norm_order.h"
+#include "torch/torch_abi.h"
+
+/* DLPack's types, version 1, as far as they are read here. */
+enum { DLPACK_MAJOR = 1, DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_ROCM = 10, DL_ROCM_HOST = 11 };
+enum { DL_FLOAT = 2, DL_BFLOAT = 4 };
+
+struct dl_tensor {
+    void *data;
+    struct {
+        int32_t type;
+        int32_t index;
+    } device;
+    int32_t ndim;
+    struct {
+        uint8_t code;
+        uint8_t bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape;
+    int64_t *strides;
+    uint64_t byte_offset;
+};
+
+struct dl_exchange {
+    uint32_t major;
+    uint32_t minor;
+    struct dl_exchange *previous; /* an older version of the table */
+    void (*managed_tensor_allocator)(void);
+    void (*managed_tensor_from_py_object)(void);
+    void (*managed_tensor_to_py_object)(void);
+    int (*dltensor_from_py_object)(void *tensor, struct dl_tensor *view);
+    int (*current_work_stream)(int32_t device_type, int32_t device_index, void **stream);
+};
+
+static struct {
+    PyTypeObject *tensor_type;                            /* owned for ever */
+    int (*view_of)(void *tensor, struct dl_tensor *view); /* NULL: through Python attributes */
+    struct kernel_stream cpu_stream;
+} exchange;
+
+/* Type attribute, cleared error and NULL when it does not exist. */
+static PyObject *optional_attribute(PyObject *object, const char *name) {
+    PyObject *value = PyObject_GetAttrString(object, name);
+    if (!value) {
+        PyErr_Clear();
+    }
+    return value;
+}
+
+/* The table's name changed between releases; its version is checked, and older versions of it are chained. */
+static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
+    PyObject *capsule = optional_attribute(tensor_type, "__dlpack_c_exchange_api__");
+    if (!capsule) {
+        capsule = optional_attribute(tensor_type, "__c_dlpack_exchange_api__");
+    }
+    const struct dl_exchange *table = NULL;
+    if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+        table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    }
+    while (table && table->major != DLPACK_MAJOR) {
+        table = table->previous;
+    }
+    Py_XDECREF(capsule);
+    return table;
+}
+
+/* torch's threads; its own function starts none for less than a grain. */
+static void cpu_parallel_for(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context) {
+    if (end - begin <= grain || torch_abi.torch_parallel_for(begin, end, grain, body, context) != 0) {
+        body(begin, end, context);
+    }
+}
+
+int tensor_init(void) {
+    if (exchange.tensor_type) {
+        return 0;
+    }
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+    Py_XDECREF(torch);
+    if (!tensor_type || !PyType_Check(tensor_type)) {
+        PyErr_SetString(PyExc_ImportError, "fsdp_c finds no torch.Tensor: this torch is built in an unknown way");
+        Py_XDECREF(tensor_type);
+        return -1;
+    }
+    const struct dl_exchange *table = find_exchange(tensor_type);
+    exchange.view_of = table ? table->dltensor_from_py_object : NULL;
+    exchange.cpu_stream.parallel_for = cpu_parallel_for;
+    norm_order_probe(&exchange.cpu_stream);
+    exchange.tensor_type = (PyTypeObject *)tensor_type;
+    return 0;
+}
+
+static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
+    if (lanes != 1) {
+        return DTYPE_OTHER;
+    }
+    if (code == DL_BFLOAT) {
+        return bits == 16 ? DTYPE_BFLOAT16 : DTYPE_OTHER;
+    }
+    if (code != DL_FLOAT) {
+        return DTYPE_OTHER;
+    }
+    return bits == 32 ? DTYPE_FLOAT32 : bits == 64 ? DTYPE_FLOAT64 : bits == 16 ? DTYPE_FLOAT16 : DTYPE_OTHER;
+}
+
+static enum device_kind device_of(int32_t type) {
+    switch (type) {
+    case DL_CPU:
+    case DL_CUDA_HOST:
+    case DL_ROCM_HOST:
+        return DEVICE_CPU;
+    case DL_CUDA:
+    case DL_ROCM:
+        return DEVICE_CUDA;
+    default:
+        return DEVICE_OTHER;
+    }
+}
+
+/* [Note: sizes without the table] Without the exchange table the sizes and strides have no address in torch that could be
+ * borrowed. They are kept in a ring large enough for the views of one pass over a unit with tens of thousands of parameters. */
+enum { RING_NUMEL = 1 << 17 };
+
+static int64_t *ring_reserve(Py_ssize_t count) {
+    static int64_t ring[RING_NUMEL];
+    static Py_ssize_t used = 0;
+    if (used + count > RING_NUMEL) {
+        used = 0;
+    }
+    used += count;
+    return ring + used - count;
+}
+
+/* Copy a tuple of ints into the ring. NULL with an exception on failure. */
+static const int64_t *read_ints(PyObject *sequence) {
+    PyObject *tuple = sequence ? PySequence_Tuple(sequence) : NULL;
+    Py_ssize_t count = tuple ? PyTuple_Size(tuple) : 0;
+    int64_t *values = tuple ? ring_reserve(count) : NULL;
+    for (Py_ssize_t i = 0; values && i < count; i++) {
+        values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+        if (values[i] == -1 && PyErr_Occurred()) {
+            values = NULL;
+        }
+    }
+    Py_XDECREF(tuple);
+    return values;
+}
+
+/* The text of str(tensor.<name>) compared with a word. */
+static bool attribute_is(PyObject *text, const char *word) {
+    return text && PyUnicode_CompareWithASCIIString(text, word) == 0;
+}
+
+static PyObject *attribute_text(PyObject *object, const char *name) {
+    PyObject *value = object ? PyObject_GetAttrString(object, name) : NULL;
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    Py_XDECREF(value);
+    return text;
+}
+
+static enum dtype dtype_named(PyObject *text) {
+    static const char *const names[DTYPE_COUNT] = {
+        [DTYPE_FLOAT32] = "torch.float32",
+        [DTYPE_FLOAT64] = "torch.float64",
+        [DTYPE_BFLOAT16] = "torch.bfloat16",
+        [DTYPE_FLOAT16] = "torch.float16",
+    };
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
+        if (attribute_is(text, names[dtype])) {
+            return (enum dtype)dtype;
+        }
+    }
+    return DTYPE_OTHER;
+}
+
+static int read_device(PyObject *tensor, struct tensor_view *view) {
+    PyObject *device = PyObject_GetAttrString(tensor, "device");
+    PyObject *type = attribute_text(device, "type");
+    PyObject *index = device ? PyObject_GetAttrString(device, "index") : NULL;
+    int result = type && index ? 0 : -1;
+    if (result == 0) {
+        view->device = attribute_is(type, "cpu") ? DEVICE_CPU : attribute_is(type, "cuda") ? DEVICE_CUDA : DEVICE_OTHER;
+        view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
+    }
+    Py_XDECREF(index);
+    Py_XDECREF(type);
+    Py_XDECREF(device);
+    return result;
+}
+
+/* The slow way, for a torch without the table. */
+static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *shape = PyObject_GetAttrString(tensor, "shape");
+    PyObject *strides = PyObject_CallMethod(tensor, "stride", NULL);
+    PyObject *dtype = attribute_text(tensor, "dtype");
+    int result = -1;
+    if (address && shape && strides && dtype && read_device(tensor, view) == 0) {
+        view->data = PyLong_AsVoidPtr(address);
+        view->ndim = (int32_t)PySequence_Size(shape);
+        view->sizes = read_ints(shape);
+        view->strides = read_ints(strides);
+        view->dtype = dtype_named(dtype);
+        result = view->sizes && view->strides && !PyErr_Occurred() ? 0 : -1;
+    }
+    Py_XDECREF(dtype);
+    Py_XDECREF(strides);
+    Py_XDECREF(shape);
+    Py_XDECREF(address);
+    return result;
+}
+
+static int refuse(PyObject *object) {
+    PyObject *name = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__name__");
+    if (name) {
+        PyErr_Format(PyExc_TypeError, "expected a torch.Tensor, got %U", name);
+        Py_DECREF(name);
+    }
+    return -1;
+}
+
+/* torch's own message carries a C++ stack trace. */
+static int refuse_memory(PyObject *tensor) {
+    PyErr_Clear();
+    PyObject *device = attribute_text(tensor, "device");
+    PyObject *layout = attribute_text(tensor, "layout");
+    if (device && layout) {
+        PyErr_Format(PyExc_RuntimeError, "expected a dense tensor with memory, got one of layout %U on device %U",
+                     layout, device);
+    }
+    Py_XDECREF(layout);
+    Py_XDECREF(device);
+    return -1;
+}
+
+int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
+    struct dl_tensor dl;
+    if (!PyObject_TypeCheck(tensor, exchange.tensor_type)) {
+        return refuse(tensor);
+    }
+    if (!exchange.view_of) {
+        return view_by_attributes(tensor, view);
+    }
+    if (exchange.view_of(tensor, &dl) != 0) {
+        return refuse_memory(tensor);
+    }
+    *view = (struct tensor_view){
+        .data = dl.data ? (char *)dl.data + dl.byte_offset : NULL,
+        .dtype = dtype_of(dl.dtype.code, dl.dtype.bits, dl.dtype.lanes),
+        .device = device_of(dl.device.type),
+        .device_index = dl.device.index,
+        .ndim = dl.ndim,
+        .sizes = dl.shape,
+        .strides = dl.strides,
+    };
+    return 0;
+}
+
+int64_t tensor_view_numel(const struct tensor_view *view) {
+    int64_t numel = 1;
+    for (int32_t d = 0; d < view->ndim; d++) {
+        numel *= view->sizes[d];
+    }
+    return numel;
+}
+
+bool tensor_view_is_contiguous(const struct tensor_view *view) {
+    int64_t expected = 1;
+    for (int32_t d = view->ndim - 1; view->strides && d >= 0; d--) {
+        if (view->sizes[d] == 0) {
+            return true;
+        }
+        if (view->sizes[d] != 1 && view->strides[d] != expected) {
+            return tensor_view_numel(view) == 0;
+        }
+        expected *= view->sizes[d];
+    }
+    return true;
+}
+
+const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view) {
+    static _Thread_local struct kernel_stream cuda_stream;
+    if (view->device != DEVICE_CUDA || !torch_abi.aoti_torch_get_current_cuda_stream) {
+        return &exchange.cpu_stream;
+    }
+    torch_abi.aoti_torch_get_current_cuda_stream(view->device_index, &cuda_stream.cuda_stream);
+    return &cuda_stream;
+}
+
+int tensor_check(enum status status, const char *what) {
+    switch (status) {
+    case STATUS_OK:
+        return 0;
+    case STATUS_NO_MEMORY:
+        PyErr_NoMemory();
+        return -1;
+    case STATUS_UNSUPPORTED:
+        PyErr_Format(PyExc_NotImplementedError, "%s: no kernel for this dtype, device or norm", what);
+        return -1;
+    case STATUS_INVALID:
+    default:
+        PyErr_Format(PyExc_RuntimeError, "%s: an argument is out of its domain", what);
+        return -1;
+    }
+}

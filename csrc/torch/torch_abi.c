@@ -1,0 +1,111 @@
+/* Finds libtorch's symbols at import. torch loads its libraries RTLD_LOCAL, so they are asked for by name. */
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "torch/torch_abi.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+
+struct torch_abi torch_abi;
+
+#ifdef __APPLE__
+#define LIBRARY_SUFFIX ".dylib"
+#else
+#define LIBRARY_SUFFIX ".so"
+#endif
+
+enum { OLDEST_MAJOR = 2, OLDEST_MINOR = 10 };
+
+/* What dlsym finds is an object pointer; POSIX says that it may be read back as a function. */
+static bool find_symbol(void *library, const char *name, void *field) {
+    void *symbol = library ? dlsym(library, name) : NULL;
+    if (symbol) {
+        memcpy(field, &symbol, sizeof symbol);
+    }
+    return symbol != NULL;
+}
+
+/* New reference to torch.__version__, or NULL with an ImportError. */
+static PyObject *torch_version(void) {
+    PyObject *name = PyUnicode_FromString("torch");
+    PyObject *torch = name ? PyImport_GetModule(name) : NULL;
+    PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
+    PyObject *text = version ? PyObject_Str(version) : NULL;
+    if (!text && !PyErr_Occurred()) {
+        PyErr_SetString(PyExc_ImportError, "fsdp_c needs torch to be imported first: import torch, then fsdp_c");
+    }
+    Py_XDECREF(version);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+    return text;
+}
+
+static int check_version(void) {
+    PyObject *version = torch_version();
+    PyObject *ascii = version ? PyUnicode_AsASCIIString(version) : NULL;
+    const char *text = ascii ? PyBytes_AsString(ascii) : NULL;
+    int major = 0;
+    int minor = 0;
+    int result = -1;
+    if (!text) {
+        goto done;
+    }
+    if (sscanf(text, "%d.%d", &major, &minor) != 2 || major < OLDEST_MAJOR ||
+        (major == OLDEST_MAJOR && minor < OLDEST_MINOR)) {
+        PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed", OLDEST_MAJOR,
+                     OLDEST_MINOR, text);
+        goto done;
+    }
+    result = 0;
+done:
+    Py_XDECREF(ascii);
+    Py_XDECREF(version);
+    return result;
+}
+
+/* 0, or -1 with an ImportError naming the first required symbol that is not there. */
+static int find_all(struct torch_abi *found, void *library, void *cuda_library) {
+    const char *missing = NULL;
+#define FIND_REQUIRED(result, name, arguments)                                                                         \
+    if (!find_symbol(library, #name, &found->name) && !missing) {                                                      \
+        missing = #name;                                                                                               \
+    }
+#define FIND_OPTIONAL(result, name, arguments)                                                                         \
+    if (!find_symbol(library, #name, &found->name)) {                                                                  \
+        find_symbol(cuda_library, #name, &found->name);                                                                \
+    }
+    TORCH_ABI_REQUIRED(FIND_REQUIRED)
+    TORCH_ABI_OPTIONAL(FIND_OPTIONAL)
+    if (missing) {
+        PyErr_Format(PyExc_ImportError, "fsdp_c cannot be used with this torch: its library lacks the symbol %s",
+                     missing);
+        return -1;
+    }
+    return 0;
+}
+
+int torch_abi_init(void) {
+    static bool initialised = false;
+    struct torch_abi found = {0};
+    if (initialised) {
+        return 0;
+    }
+    if (check_version() != 0) {
+        return -1;
+    }
+    void *library = dlopen("libtorch_cpu" LIBRARY_SUFFIX, RTLD_NOW | RTLD_NOLOAD);
+    void *cuda_library = dlopen("libtorch_cuda" LIBRARY_SUFFIX, RTLD_NOW | RTLD_NOLOAD);
+    if (!library) {
+        PyErr_SetString(PyExc_ImportError,
+                        "fsdp_c finds no loaded libtorch_cpu: this torch is built in an unknown way");
+        return -1;
+    }
+    if (find_all(&found, library, cuda_library) != 0) {
+        return -1;
+    }
+    torch_abi = found;
+    initialised = true;
+    return 0;
+}

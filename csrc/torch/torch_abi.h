@@ -1,0 +1,113 @@
+/* libtorch's stable C ABI, as far as this project uses it: prototypes by hand, because torch's headers are C++.
+ *
+ * Invariant: after torch_abi_init every required function is set; an optional one may be NULL (a symbol of a newer torch, or
+ * of one with CUDA) and is tested before use. tests/native/abi_check.cpp compares each prototype with torch's own header.
+ * Every function that returns AOTITorchError returns 0 on success, and never throws. */
+#ifndef FSDP_TORCH_TORCH_ABI_H
+#define FSDP_TORCH_TORCH_ABI_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef int32_t AOTITorchError;
+typedef uint64_t StableIValue;
+
+typedef struct AtenTensorOpaque *AtenTensorHandle;
+typedef struct StableListOpaque *StableListHandle;
+typedef struct StringOpaque *StringHandle;
+typedef struct TorchLibraryOpaque *TorchLibraryHandle;
+typedef struct AtenRecordFunctionOpaque *AtenRecordFunctionHandle;
+typedef struct IValueMapOpaque *IValueMapHandle;
+typedef struct C10IValueOpaque *C10IValueHandle;
+
+typedef void (*ParallelFunc)(int64_t begin, int64_t end, void *context);
+typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
+
+/* The version of the ABI that this file was written against: 2.10, encoded as torch does. */
+#define TORCH_BUILD_VERSION (((uint64_t)2 << 56) | ((uint64_t)10 << 48))
+
+/* clang-format off */
+#define TORCH_ABI_REQUIRED(X)                                                                                              \
+    X(int32_t, aoti_torch_device_type_cpu, (void))                                                                         \
+    X(int32_t, aoti_torch_device_type_cuda, (void))                                                                        \
+    X(int32_t, aoti_torch_device_type_meta, (void))                                                                        \
+    X(int32_t, aoti_torch_dtype_float32, (void))                                                                           \
+    X(int32_t, aoti_torch_dtype_float64, (void))                                                                           \
+    X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                                          \
+    X(int32_t, aoti_torch_dtype_float16, (void))                                                                           \
+    X(int32_t, aoti_torch_layout_strided, (void))                                                                          \
+    X(uint64_t, aoti_torch_abi_version, (void))                                                                            \
+    X(bool, aoti_torch_grad_mode_is_enabled, (void))                                                                       \
+    X(void, aoti_torch_grad_mode_set_enabled, (bool enabled))                                                              \
+    X(void, aoti_torch_check, (bool condition, const char *function, const char *file, uint32_t line, const char *message)) \
+    X(void, aoti_torch_warn, (const char *function, const char *file, uint32_t line, const char *message))                 \
+    X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle tensor))                                          \
+    X(AOTITorchError, aoti_torch_new_tensor_handle, (AtenTensorHandle tensor, AtenTensorHandle *new_tensor))               \
+    X(AOTITorchError, aoti_torch_get_data_ptr, (AtenTensorHandle tensor, void **data))                                     \
+    X(AOTITorchError, aoti_torch_get_storage_size, (AtenTensorHandle tensor, int64_t *nbytes))                             \
+    X(AOTITorchError, aoti_torch_get_storage_offset, (AtenTensorHandle tensor, int64_t *offset))                           \
+    X(AOTITorchError, aoti_torch_get_dim, (AtenTensorHandle tensor, int64_t *ndim))                                        \
+    X(AOTITorchError, aoti_torch_get_numel, (AtenTensorHandle tensor, int64_t *numel))                                     \
+    X(AOTITorchError, aoti_torch_get_sizes, (AtenTensorHandle tensor, int64_t **sizes))                                    \
+    X(AOTITorchError, aoti_torch_get_strides, (AtenTensorHandle tensor, int64_t **strides))                                \
+    X(AOTITorchError, aoti_torch_get_dtype, (AtenTensorHandle tensor, int32_t *dtype))                                     \
+    X(AOTITorchError, aoti_torch_get_layout, (AtenTensorHandle tensor, int32_t *layout))                                   \
+    X(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle tensor, int32_t *device_type))                         \
+    X(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle tensor, int32_t *device_index))                       \
+    X(AOTITorchError, aoti_torch_is_contiguous, (AtenTensorHandle tensor, bool *is_contiguous))                            \
+    X(AOTITorchError, aoti_torch_empty_strided,                                                                            \
+      (int64_t ndim, const int64_t *sizes, const int64_t *strides, int32_t dtype, int32_t device_type,                     \
+       int32_t device_index, AtenTensorHandle *tensor))                                                                    \
+    X(AOTITorchError, aoti_torch__reinterpret_tensor,                                                                      \
+      (AtenTensorHandle tensor, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t storage_offset,        \
+       AtenTensorHandle *new_tensor))                                                                                      \
+    X(AOTITorchError, aoti_torch_copy_, (AtenTensorHandle tensor, AtenTensorHandle source, int32_t non_blocking))          \
+    X(AOTITorchError, aoti_torch_zero_, (AtenTensorHandle tensor))                                                         \
+    X(AOTITorchError, aoti_torch_library_init_def,                                                                         \
+      (const char *name, const char *file, uint32_t line, TorchLibraryHandle *library))                                    \
+    X(AOTITorchError, aoti_torch_library_init_fragment,                                                                    \
+      (const char *name, const char *file, uint32_t line, TorchLibraryHandle *library))                                    \
+    X(AOTITorchError, aoti_torch_library_init_impl,                                                                        \
+      (const char *name, const char *key, const char *file, uint32_t line, TorchLibraryHandle *library))                   \
+    X(AOTITorchError, aoti_torch_library_def, (TorchLibraryHandle library, const char *schema))                            \
+    X(AOTITorchError, torch_library_impl,                                                                                  \
+      (TorchLibraryHandle library, const char *name, boxed_kernel kernel, uint64_t build_version))                         \
+    X(AOTITorchError, torch_call_dispatcher,                                                                               \
+      (const char *op, const char *overload, StableIValue *stack, uint64_t build_version))                                 \
+    X(AOTITorchError, torch_new_list_reserve_size, (size_t size, StableListHandle *list))                                  \
+    X(AOTITorchError, torch_list_size, (StableListHandle list, size_t *size))                                              \
+    X(AOTITorchError, torch_list_get_item, (StableListHandle list, size_t index, StableIValue *item))                      \
+    X(AOTITorchError, torch_list_set_item, (StableListHandle list, size_t index, StableIValue item))                       \
+    X(AOTITorchError, torch_list_push_back, (StableListHandle list, StableIValue item))                                    \
+    X(AOTITorchError, torch_delete_list, (StableListHandle list))                                                          \
+    X(AOTITorchError, torch_new_string_handle, (const char *text, size_t length, StringHandle *string))                    \
+    X(AOTITorchError, torch_delete_string, (StringHandle string))                                                          \
+    X(AOTITorchError, torch_string_length, (StringHandle string, size_t *length))                                          \
+    X(AOTITorchError, torch_string_c_str, (StringHandle string, const char **text))                                        \
+    X(AOTITorchError, torch_parallel_for,                                                                                  \
+      (int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void *context))                                       \
+    X(AOTITorchError, torch_get_num_threads, (uint32_t *num_threads))                                                      \
+    X(AOTITorchError, aoti_record_function_start,                                                                          \
+      (const char *name, IValueMapHandle kwargs, const C10IValueHandle *inputs, const uint64_t num_inputs,                 \
+       AtenRecordFunctionHandle *guard))                                                                                   \
+    X(AOTITorchError, aoti_record_function_end, (AtenRecordFunctionHandle guard))
+
+#define TORCH_ABI_OPTIONAL(X)                                                                                              \
+    X(const char *, torch_exception_get_what_without_backtrace, (void))                                                    \
+    X(AOTITorchError, aoti_torch_get_current_cuda_stream, (int32_t device_index, void **stream))
+/* clang-format on */
+
+#define TORCH_ABI_FIELD(result, name, arguments) result(*name) arguments;
+struct torch_abi {
+    TORCH_ABI_REQUIRED(TORCH_ABI_FIELD)
+    TORCH_ABI_OPTIONAL(TORCH_ABI_FIELD)
+};
+#undef TORCH_ABI_FIELD
+
+extern struct torch_abi torch_abi;
+
+/* Fill `torch_abi` from the libtorch that Python has loaded. 0, or -1 with an ImportError that says what is wrong. Idempotent. */
+int torch_abi_init(void);
+
+#endif

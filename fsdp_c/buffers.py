@@ -1,0 +1,32 @@
+"""Buffers are not sharded; with buffer mixed precision they are cast once, at lazy initialisation."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn as nn
+
+from fsdp_c.traversal import clean_name
+
+
+def original_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of every buffer under its name in the user's own model, to which checkpoints cast back."""
+    return {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
+
+
+def cast_for_computation(units: Iterable[nn.Module], device: torch.device) -> None:
+    """Cast each floating buffer to the ``buffer_dtype`` of the innermost unit around it; move all to ``device``.
+
+    ``units`` in traversal order. Ignored buffers stay as they are.
+    """
+    visited: set[torch.Tensor] = set()
+    for unit in reversed(list(units)):
+        dtype = unit.mixed_precision.buffer_dtype
+        for name, buffer in unit.named_buffers():
+            if buffer in visited:
+                continue
+            visited.add(buffer)
+            if clean_name(name) in unit._ignored_buffer_names:
+                continue
+            buffer.data = buffer.to(
+                device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
+            )

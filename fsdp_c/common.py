@@ -1,0 +1,84 @@
+"""The parameters that a handle manages, as Python names them, and contexts over one unit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_c.traversal import clean_name
+
+_ABSENT = object()
+
+
+class ManagedParam(NamedTuple):
+    """One original parameter under one of its names."""
+
+    module: torch.nn.Module  # the module that owns it
+    name: str  # its attribute there
+    fqn: str  # relative to the unit, wrapper segments removed
+    shape: torch.Size  # unsharded
+
+
+def managed_params(handle: Any) -> list[ManagedParam]:
+    """The original parameters of ``handle``, then the further names of shared ones; empty without a handle."""
+    if handle is None:
+        return []
+    flat_param = handle.flat_param
+    params = [
+        ManagedParam(info.module, info.param_name, _fqn(info), torch.Size(shape))
+        for info, shape in zip(flat_param._param_infos, flat_param._shapes, strict=True)
+    ]
+    shapes = {(param.module, param.name): param.shape for param in params}
+    for info in flat_param._shared_param_infos:
+        shape = shapes[info.prim_module, info.prim_param_name]
+        params.append(ManagedParam(info.module, info.param_name, _fqn(info), shape))
+    return params
+
+
+def _fqn(info: Any) -> str:
+    return clean_name(f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name)
+
+
+@contextlib.contextmanager
+def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
+    """Show other tensors as the parameters of the modules, and put back at exit exactly what was found."""
+    with contextlib.ExitStack() as stack:
+        for param, tensor in params:
+            registered = param.module._parameters
+            stack.callback(_put_back, registered, param.name, registered.get(param.name, _ABSENT))
+            attributes = param.module.__dict__
+            stack.callback(_put_back, attributes, param.name, attributes.pop(param.name, _ABSENT))
+            registered[param.name] = tensor  # type: ignore[assignment]
+        yield
+
+
+def _put_back(mapping: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        mapping.pop(name, None)
+    else:
+        mapping[name] = value
+
+
+@contextlib.contextmanager
+def bound_runtime(fsdp_module: Any) -> Iterator[None]:
+    """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
+
+    A state dict or a look at the parameters must not decide which unit is the root.
+    """
+    unbound = fsdp_module._unit.runtime is None
+    fsdp_module._lazy_init()
+    try:
+        yield
+    finally:
+        if unbound:
+            fsdp_module._unit.runtime.release()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on ``device``; CPU work is never outstanding."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

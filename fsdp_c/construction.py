@@ -1,0 +1,387 @@
+"""What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._common_utils import _FSDPState
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_c.api import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
+from fsdp_c.traversal import clean_name, is_composable, is_unit, modules_outside_units, units_of
+
+CPU = torch.device("cpu")
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> "name of the unit / its name in it"
+
+
+# ---- modules that cannot be wrapped
+
+
+def refuse_foreign_units(module: nn.Module) -> None:
+    """ValueError if ``module`` holds units of torch's own FSDP: one model is run by one implementation."""
+    for path, submodule in module.named_modules():
+        foreign = isinstance(submodule, FSDPModule) or (isinstance(submodule, _FSDPState) and not is_unit(submodule))
+        if foreign:
+            where = f"its submodule {path!r}" if path else "it"
+            raise ValueError(
+                f"cannot wrap {type(module).__name__}: {where} is already sharded by torch's own FSDP "
+                f"({type(submodule).__name__}). "
+                "Build that part from the plain module with fsdp_c.FullyShardedDataParallel, or wrap the whole model "
+                "with torch's"
+            )
+
+
+def warn_of_container(module: nn.Module) -> None:
+    """UserWarning for a container whose forward nobody calls: its parameters would never be gathered."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            f"FSDP gathers parameters in forward, and a {type(module).__name__} has none: wrap its elements instead",
+            stacklevel=3,
+        )
+
+
+# ---- ignored states
+
+
+class IgnoredStates(NamedTuple):
+    """What a unit leaves alone. The buffers are named as in the user's own model, from the wrapped module."""
+
+    modules: set[nn.Module]
+    params: set[nn.Parameter]
+    buffer_names: set[str]
+
+
+def resolve_ignored_states(
+    module: nn.Module,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> IgnoredStates:
+    """The modules (with subtrees), parameters and buffers to ignore, those of inner units among them."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError("ignored_modules and ignored_states exclude each other: pass only ignored_states")
+    modules, params = _split_ignored(ignored_modules, ignored_states)
+    for candidate in modules:
+        if is_unit(candidate):
+            raise ValueError("ignored_modules should not include FSDP modules: pass the module that the unit wraps")
+    modules += [candidate for candidate in module.modules() if not is_composable(candidate)]
+    subtree = {child for root in modules for child in root.modules() if not is_unit(child)}
+    if module in subtree:
+        warnings.warn(
+            f"the wrapped module {type(module).__name__} itself is ignored, so that all its parameters are; "
+            "leave it out of ignored_modules or do not wrap it",
+            stacklevel=3,
+        )
+    ignored = IgnoredStates(subtree, set(params), set())
+    ignored.params.update(param for child in subtree for param in child.parameters())
+    buffers = {buffer for child in subtree for buffer in child.buffers()}
+    ignored.buffer_names.update(clean_name(name) for name, buffer in module.named_buffers() if buffer in buffers)
+    for unit in units_of(module):
+        ignored.modules.update(unit._ignored_modules)
+        ignored.params.update(unit._ignored_params)
+        ignored.buffer_names.update(unit._ignored_buffer_names)
+    flattened = {param for param in ignored.params if is_flattened(param)}
+    ignored.params.difference_update(flattened)
+    return ignored
+
+
+def _split_ignored(modules: Any, states: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The ignored modules and the ignored parameters of the one argument that was given."""
+    name, given = ("ignored_modules", modules) if states is None else ("ignored_states", states)
+    if given is None:
+        return [], []
+    try:
+        given = list(given)
+    except TypeError as error:
+        raise TypeError(f"{name} should be an iterable of modules, not {type(given).__name__}") from error
+    if all(isinstance(state, nn.Module) for state in given):
+        return given, []
+    if states is not None and all(isinstance(state, nn.Parameter) for state in given):
+        return [], given
+    types = sorted({type(state).__name__ for state in given})
+    expected = "all nn.Module" if states is None else "all nn.Parameter or all nn.Module"
+    raise ValueError(f"{name} expects {expected} elements but got types {types}")
+
+
+def annotate_for_dynamo(module: nn.Module, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
+    """Mark the modules whose parameters are views that change from forward to forward."""
+    for submodule in module.modules():
+        if submodule not in ignored_modules:
+            submodule._is_fsdp_managed_module = True
+            submodule._fsdp_use_orig_params = use_orig_params
+
+
+# ---- process groups and strategy
+
+
+class ProcessGroups(NamedTuple):
+    """The group a unit shards over, and for hybrid strategies the group of its replicas."""
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks' gradients are averaged."""
+        return self.shard.size() * (self.replicate.size() if self.replicate is not None else 1)
+
+
+def resolve_process_groups(
+    process_group: Any,
+    strategy: ShardingStrategy | None,
+    device_mesh: DeviceMesh | None,
+    has_policy: bool,
+    device: torch.device,
+) -> ProcessGroups:
+    """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all ranks."""
+    if process_group is not None and device_mesh is not None:
+        raise ValueError("process_group and device_mesh exclude each other: pass only one of them")
+    if strategy in HYBRID_SHARDING_STRATEGIES:
+        return _hybrid_groups(process_group, strategy, device_mesh, has_policy, device)
+    if device_mesh is not None:
+        return ProcessGroups(device_mesh.get_group(mesh_dim=0), None)
+    if isinstance(process_group, (tuple, list)):
+        raise ValueError(
+            f"{strategy or ShardingStrategy.FULL_SHARD} takes one process group, but got {len(process_group)}; "
+            "a (shard, replicate) pair is for hybrid strategies"
+        )
+    return ProcessGroups(process_group if process_group is not None else _default_group(), None)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized: call torch.distributed.init_process_group() before "
+            "wrapping, "
+            "or pass process_group"
+        )
+    return group
+
+
+def _hybrid_groups(
+    process_group: Any,
+    strategy: ShardingStrategy,
+    device_mesh: DeviceMesh | None,
+    has_policy: bool,
+    device: torch.device,
+) -> ProcessGroups:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"{strategy} needs a device_mesh with ndim=2 (replicate, shard) but got ndim={device_mesh.ndim}"
+            )
+        return ProcessGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
+    if process_group is None and not has_policy:
+        raise ValueError(
+            f"manual wrapping with {strategy} requires explicit groups, the same for all units: pass process_group as "
+            "a "
+            "(shard, replicate) pair or a 2-D device_mesh"
+        )
+    if process_group is None:
+        return _groups_by_node(_default_group(), device)
+    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+    if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in process_group):
+        raise ValueError(
+            f"{strategy} expects process_group to be None or a (shard, replicate) tuple of two process groups, "
+            f"but got {type(process_group).__name__}"
+        )
+    return ProcessGroups(*process_group)
+
+
+def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
+    """Shard inside a node, replicate over the ranks of equal place in their nodes. Every rank makes every group."""
+    on_cpu = device.type == "cpu"
+    ranks_per_node = torch.get_device_module(device).device_count()
+    if on_cpu:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size()))
+    if world.size() % ranks_per_node:
+        raise ValueError(
+            f"hybrid sharding without groups needs nodes of equal size, but {world.size()} ranks do not fill nodes of "
+            f"{ranks_per_node}; pass process_group as a (shard, replicate) pair or a 2-D device_mesh"
+        )
+    shard, _ = dist.new_subgroups(ranks_per_node)
+    backend = dist.get_backend(world)
+    replicas = [
+        dist.new_group(list(range(place, world.size(), ranks_per_node)), backend=backend)
+        for place in range(ranks_per_node)
+    ]
+    return ProcessGroups(shard, replicas[world.rank() % ranks_per_node])
+
+
+def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns where it is not the one asked for."""
+    if strategy is ShardingStrategy.NO_SHARD:
+        if world_size > 1:
+            warnings.warn(
+                "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
+                "`DistributedDataParallel` instead.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        return strategy
+    strategy = strategy or ShardingStrategy.FULL_SHARD
+    if world_size > 1:
+        return strategy
+    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
+    return ShardingStrategy.NO_SHARD
+
+
+def global_rank() -> int:
+    """This process's rank for messages made before its groups are known."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> Any:
+    """The extension that flattens DTensor parameters, where ``device_mesh`` is a slice of a larger mesh; else None."""
+    if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
+        return None
+    from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
+
+    return DTensorExtensions(torch.get_device_module(device))
+
+
+def predivide_factor(data_parallel_size: int) -> float:
+    """The power of two near the square root by which gradients are divided before they are summed."""
+    factor = 1
+    while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+# ---- device
+
+
+def resolve_device(
+    module: nn.Module, ignored_params: set[nn.Parameter], device_id: int | torch.device | None, rank: int
+) -> torch.device:
+    """The device that computes: ``device_id``, else the parameters' own, else the current accelerator, else the CPU."""
+    if device_id is not None:
+        return _with_index(
+            device_id if isinstance(device_id, torch.device) else _device_of_index(device_id, rank), rank
+        )
+    found = {param.device for param in _unflattened(module, ignored_params)} - {CPU, torch.device("meta")}
+    types = sorted({device.type for device in found})
+    if len(types) > 1:
+        raise RuntimeError(f"FSDP does not support modules with different device types, but got parameters on {types}")
+    if found:
+        return min(found, key=str)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return CPU
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _unflattened(module: nn.Module, ignored_params: set[nn.Parameter]) -> Iterator[nn.Parameter]:
+    return (param for param in module.parameters() if param not in ignored_params and not is_flattened(param))
+
+
+def _device_of_index(device_id: int | str, rank: int) -> torch.device:
+    try:
+        return torch.device(device_id)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"device_id={device_id!r} on rank {rank} names no device here ({error}); leave it out to run on the CPU"
+        ) from error
+
+
+def _with_index(device: torch.device, rank: int) -> torch.device:
+    """``device`` with an explicit index; the CPU, whose index says nothing, without one."""
+    if device.type == "cpu":
+        return CPU
+    try:
+        backend = torch.get_device_module(device)
+    except RuntimeError as error:
+        raise AttributeError(f"device_id={device} on rank {rank}: torch has no backend torch.{device.type}") from error
+    if not backend.is_available():
+        raise RuntimeError(
+            f"device_id={device} on rank {rank}, but torch finds no {device.type} device; leave it out for the CPU"
+        )
+    if device.index is not None:
+        return device
+    current = torch.device(device.type, backend.current_device())
+    warnings.warn(
+        f"FSDP got device_id={device} on rank {rank}, which has no explicit index, and uses the current device "
+        f"{current}; "
+        "pass the index, or set the current device before wrapping",
+        stacklevel=4,
+    )
+    return current
+
+
+def check_single_device(
+    params: dict[nn.Parameter, str], device_id: int | torch.device | None, unit: str, rank: int
+) -> None:
+    """RuntimeError unless ``params`` are on one device, or partly on the CPU with a ``device_id`` to go to."""
+    devices = {param.device for param in params}
+    if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
+        return
+    examples = {str(param.device): name for param, name in params.items()}
+    found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
+    if len(devices) == 2 and CPU in devices:
+        raise RuntimeError(f"{unit} on rank {rank} has parameters on CPU and on a device ({found}): pass device_id")
+    raise RuntimeError(f"FSDP supports only single device modules, but {unit} on rank {rank} has {found}")
+
+
+def check_compute_device(params: dict[nn.Parameter, str], compute_device: torch.device, unit: str, rank: int) -> None:
+    """ValueError if parameters are on another accelerator than the one that ``device_id`` names."""
+    for param, name in params.items():
+        if param.device not in (compute_device, CPU):
+            raise ValueError(
+                f"inconsistent compute device and device_id on rank {rank}: {name!r} of {unit} is on {param.device}, "
+                f"device_id says {compute_device}; move the module or pass its device"
+            )
+
+
+# ---- owned parameters
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """True for a flat parameter, and for an original parameter that a unit shows in its place."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def own_params(module: nn.Module, ignored_params: set[nn.Parameter]) -> dict[nn.Parameter, str]:
+    """The parameters for a unit around ``module`` to own, in order: not ignored, in no inner unit. With their names."""
+    params: dict[nn.Parameter, str] = {}
+    for path, submodule in modules_outside_units(module):
+        for name, param in submodule.named_parameters(prefix=path, recurse=False):
+            if param not in ignored_params:
+                params.setdefault(param, clean_name(name))
+    return params
+
+
+def check_params(params: dict[nn.Parameter, str], unit: str) -> None:
+    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already."""
+    for param, name in params.items():
+        if param.dim() == 0:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters: change {name!r} of {unit} to a 1-D tensor of one element"
+            )
+        if param in _owners or is_flattened(param):
+            owner = _owners.get(param, "the flat parameter of another unit")
+            raise ValueError(
+                f"{name!r} of {unit} is the same parameter as {owner}, and one parameter belongs to one unit: wrap the "
+                "module that contains both and neither of the two, or pass one of them in ignored_states"
+            )
+
+
+def claim_params(params: dict[nn.Parameter, str], unit: str) -> None:
+    """Remember which unit owns the parameters, for the error of the next unit that would."""
+    for param, name in params.items():
+        _owners[param] = f"{name!r} of {unit}"
+
+
+def check_all_flattened(module: nn.Module, ignored_params: set[nn.Parameter], unit: str) -> None:
+    """RuntimeError if a parameter in ``module`` is left that neither a unit owns nor the user ignores."""
+    for name, param in module.named_parameters():
+        if param not in ignored_params and not is_flattened(param):
+            raise RuntimeError(
+                f"found an unflattened parameter {clean_name(name)!r} of shape {tuple(param.shape)} in {unit}"
+            )

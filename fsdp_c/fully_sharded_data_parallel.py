@@ -1,0 +1,583 @@
+"""The public class: checks its arguments, builds one flat parameter, and hands every step to the unit in C."""
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._common_utils import _FSDPState
+
+from fsdp_c import _C, buffers, construction, grad_clipping, materialization, state_dict, unshard_params
+from fsdp_c.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    TrainingState,
+)
+from fsdp_c.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.traversal import FLAT_PARAM, WRAPPED_MODULE, WRAPPED_PREFIX, clean_path, units_of, units_with_paths
+from fsdp_c.wrap import Policy, auto_wrap, unit_name
+
+__all__ = [
+    "FLAT_PARAM",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+_HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
+
+
+class PrefetchLimits:
+    """How many units are prefetched ahead. Clients read and write it; the runtime prefetches one whatever it says."""
+
+    def __init__(self) -> None:
+        self._backward_prefetch_limit = 1
+        self._forward_prefetch_limit = 1
+
+
+class FullyShardedDataParallel(nn.Module, _FSDPState):
+    """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over the ranks of a group.
+
+    The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the same
+    share. A forward gathers the whole, computes and frees it; a backward gathers it again and leaves each rank the
+    average gradient of its own share. ``module`` is changed in place. Build the optimizer after wrapping, over
+    ``parameters()`` of the result.
+
+    Construction, forward, backward and the methods that say so are collective: all ranks of the group call them in the
+    same order.
+
+    Args:
+        module: the module to wrap; its parameters are floating and of one dtype, and without ``use_orig_params``
+            all frozen or all trainable.
+        process_group: the group to shard over, by default all ranks; for a hybrid strategy a pair (shard group,
+            replicate group).
+        sharding_strategy: FULL_SHARD by default; NO_SHARD is what a group of one rank gets.
+        cpu_offload: keeps shards and their gradients in CPU memory, where the optimizer then runs.
+        auto_wrap_policy: which submodules become units of their own, with the same arguments: a policy object of
+            ``fsdp_c.wrap``, or a callable ``(module, recurse, nonwrapped_numel) -> bool``.
+        backward_prefetch: gather the next unit before this one's gradients are computed (BACKWARD_PRE), after it
+            (BACKWARD_POST), or not ahead of time (None).
+        mixed_precision: dtypes of computation, reduction and buffers; shards and checkpoints keep the parameters' own.
+        ignored_modules: modules whose subtrees are left alone. Excludes ``ignored_states``.
+        param_init_fn: called on every submodule of a module on the meta device, to allocate and initialise it; without
+            it ``reset_parameters()`` is called.
+        device_id: the device to move the module to and to compute on. Without it: where the parameters are, else the
+            current accelerator, else the CPU.
+        sync_module_states: broadcast parameters and buffers from the group's rank 0 first.
+        forward_prefetch: gather the next unit, in the order of the first forward, while this one computes.
+        limit_all_gathers: let at most two units be gathered ahead of the device.
+        use_orig_params: show the original parameters (as 1-D parts of the shard) instead of the flat one.
+        ignored_states: all modules or all parameters to leave alone.
+        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid strategy.
+
+    Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for parameters on
+    more than one device. A unit cannot be copied or pickled.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Policy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        construction.refuse_foreign_units(module)
+        construction.warn_of_container(module)
+        ignored = construction.resolve_ignored_states(module, ignored_modules, ignored_states)
+        self._ignored_modules, self._ignored_params, self._ignored_buffer_names = ignored
+        device = construction.resolve_device(module, ignored.params, device_id, construction.global_rank())
+        construction.annotate_for_dynamo(module, ignored.modules, use_orig_params)
+        self._device_mesh = device_mesh
+        groups = construction.resolve_process_groups(
+            process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
+        )
+        if auto_wrap_policy is not None:
+            root_kwargs = {
+                "process_group": tuple(groups) if groups.replicate and device_mesh is None else process_group,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": ignored.params,
+                "device_mesh": device_mesh,
+            }
+            auto_wrap(module, auto_wrap_policy, ignored.modules, ignored.params, root_kwargs, FullyShardedDataParallel)
+        self._init_groups(groups)
+        self.sharding_strategy = construction.resolve_strategy(sharding_strategy, self.world_size)
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+        self._init_state(module)
+        self._fsdp_extension = construction.tensor_parallel_extension(device_mesh, device)
+        params = self._materialize(module, device, device_id, param_init_fn)
+        if sync_module_states:
+            materialization.sync_states(module, params, [group for group in reversed(groups) if group is not None])
+        handle = self._flatten(module, params, groups) if params else None
+        self._unit = _C.Unit(
+            self,
+            handle,
+            self._lazy_init,
+            name=unit_name(module),
+            param_dtype=self.mixed_precision.param_dtype,
+            cast_forward_inputs=self.mixed_precision.cast_forward_inputs,
+            cast_root_forward_inputs=self.mixed_precision.cast_root_forward_inputs,
+            backward_prefetch=backward_prefetch.value if backward_prefetch is not None else 0,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+        )
+        for inner in units_of(module):
+            inner._enclosing = weakref.ref(self)
+        self._fsdp_wrapped_module = module
+        if handle is not None:
+            self._fully_sharded_module_to_handle[module] = handle
+        if not use_orig_params:
+            construction.check_all_flattened(module, ignored.params, unit_name(module))
+            _register_flat_param(self)
+        state_dict.register_hooks(self)
+
+    # ---- construction
+
+    def _init_groups(self, groups: construction.ProcessGroups) -> None:
+        self.process_group = groups.shard
+        if groups.replicate is not None:
+            self._inter_node_pg = groups.replicate
+        self.rank = groups.shard.rank()
+        self.world_size = groups.shard.size()
+        self._gradient_predivide_factor = construction.predivide_factor(groups.data_parallel_size)
+        self._gradient_postdivide_factor = groups.data_parallel_size / self._gradient_predivide_factor
+
+    def _init_state(self, module: nn.Module) -> None:
+        """What clients read, as it is before the first step."""
+        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+        self._debug_level = dist.get_debug_level()
+        self._exec_order_data = PrefetchLimits()
+        self._fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle] = {}
+        self._comm_hook: Callable[..., Any] | None = None
+        self._comm_hook_state: Any = None
+        self._buffer_name_to_orig_dtype = buffers.original_dtypes(module)
+        self._buffer_names = set(self._buffer_name_to_orig_dtype)
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config: StateDictConfig = FullStateDictConfig()
+        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
+        self._enclosing: weakref.ref[FullyShardedDataParallel] | None = None
+
+    def _materialize(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        device_id: int | torch.device | None,
+        param_init_fn: Callable[[nn.Module], None] | None,
+    ) -> dict[nn.Parameter, str]:
+        """Bring the module's own tensors to life and to the compute device, which this sets. Returns its parameters."""
+        ignored_modules, ignored_params, name = self._ignored_modules, self._ignored_params, unit_name(module)
+        params = construction.own_params(module, ignored_params)
+        construction.check_params(params, name)
+        construction.check_single_device(params, device_id, name, self.rank)
+        materialization.materialize(module, ignored_modules, ignored_params, param_init_fn, device)
+        params = construction.own_params(module, ignored_params)
+        if device_id is not None:
+            materialization.move_to_device(module, ignored_modules, ignored_params, device)
+        else:
+            materialization.warn_of_cpu_initialization(params, device)
+            device = next((param.device for param in params if param.device.type != "cpu"), device)
+        construction.check_compute_device(params, device, name, self.rank)
+        self.compute_device = device
+        self._device_handle = torch.get_device_module(device)
+        return params
+
+    def _flatten(
+        self, module: nn.Module, params: dict[nn.Parameter, str], groups: construction.ProcessGroups
+    ) -> FlatParamHandle:
+        """Flatten ``params`` and keep this rank's share."""
+        handle = FlatParamHandle(
+            list(params),
+            module,
+            self.compute_device,
+            self.sharding_strategy,
+            self.cpu_offload.offload_params,
+            self.mixed_precision.param_dtype,
+            self.mixed_precision.reduce_dtype,
+            self.mixed_precision.keep_low_precision_grads,
+            groups.shard,
+            self._use_orig_params,
+            fsdp_extension=self._fsdp_extension,
+            replicate_group=groups.replicate,
+        )
+        handle.name = unit_name(module)
+        handle.shard()
+        construction.claim_params(params, handle.name)
+        return handle
+
+    # ---- the step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module returns."""
+        return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)
+
+    def _lazy_init(self) -> None:
+        """Make this unit the root of its tree unless that has one. The unit in C calls it in the first forward.
+
+        Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the units do not fit each
+        other or have moved from their device.
+        """
+        if self._unit.is_root is not None:
+            return
+        units = units_with_paths(self)
+        for path, unit in units:
+            _check_ready(unit, clean_path(path) or type(self.module).__name__, is_root=unit is self)
+        for name in _HOMOGENEOUS_SETTINGS:
+            _check_homogeneous(name, units)
+        self._all_fsdp_states = [unit for _, unit in units]
+        self._all_handles = [unit._handle for _, unit in units if unit._handle is not None]
+        buffers.cast_for_computation(self._all_fsdp_states, self.compute_device)
+        for unit in self._all_fsdp_states:  # inner units of a tree that this one is wrapped around, or was taken out of
+            unit._reset_lazy_init()
+        _C.Runtime([unit._unit for unit in self._all_fsdp_states])
+
+    def _reset_lazy_init(self) -> None:
+        """Forget who the root of this unit's tree is; the next forward decides anew."""
+        if self._unit.runtime is not None:
+            self._unit.runtime.release()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate whole gradients locally in the body; the first backward after it reduces their sum.
+
+        Takes the memory of unsharded gradients. Raises RuntimeError on an instance that is not the root, ValueError
+        inside a step, AssertionError if somebody switched synchronisation on again inside the body.
+        """
+        if not self.check_is_root():
+            raise RuntimeError(
+                "`no_sync()` on inner FSDP instances is not supported: call it on the root, the outermost one"
+            )
+        self._lazy_init()
+        self._assert_state(TrainingState.IDLE)
+        saved = [(unit, unit._sync_gradients) for unit in units_of(self)]
+        for unit, _ in saved:
+            unit._sync_gradients = False
+        try:
+            yield
+        finally:
+            switched_on = any(unit._sync_gradients for unit, _ in saved)
+            for unit, flag in saved:
+                unit._sync_gradients = flag
+            if switched_on:
+                raise AssertionError(
+                    "`_sync_gradients` was incorrectly set to `True` inside the `no_sync()` context manager"
+                )
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their total norm is at most ``max_norm``.
+
+        Collective: every rank calls it. Returns the 0-dim total norm before clipping.
+        Raises RuntimeError on an instance that is not the root, ValueError inside a step.
+        """
+        return grad_clipping.clip_grad_norm_(self, max_norm, norm_type)
+
+    # ---- queries
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a checkpoint wrapper directly around it."""
+        wrapped = self._fsdp_wrapped_module
+        if isinstance(wrapped, ActivationWrapper):
+            return getattr(wrapped, _CHECKPOINT_WRAPPED_MODULE)
+        return wrapped
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handle
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit.handle is not None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        handle = self._unit.handle
+        return None if handle is None else handle.flat_param
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameter, in a list that is empty for a unit without parameters."""
+        handle = self._unit.handle
+        return [] if handle is None else [handle.flat_param]
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the unit is doing."""
+        state = self._unit.training_state
+        if state == _C.USE_IDLE:
+            return TrainingState.IDLE
+        return (
+            TrainingState.SUMMON_FULL_PARAMS if state == _C.USE_SUMMON_FULL_PARAMS else TrainingState.FORWARD_BACKWARD
+        )
+
+    @property
+    def _is_root(self) -> bool | None:
+        return self._unit.is_root
+
+    @property
+    def _sync_gradients(self) -> bool:
+        return self._unit.sync_gradients
+
+    @_sync_gradients.setter
+    def _sync_gradients(self, value: bool) -> None:
+        self._unit.sync_gradients = value
+
+    def check_is_root(self) -> bool:
+        """True for the root of its tree. Before the first step: for a unit that no other unit was wrapped around.
+
+        Asking decides nothing.
+        """
+        if self._unit.is_root is not None:
+            return self._unit.is_root
+        return self._enclosing is None or self._enclosing() is None
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
+        """The units in ``module``, itself included, outer before inner; with ``root_only`` only the roots."""
+        units = units_of(module)
+        return [unit for unit in units if unit.check_is_root()] if root_only else units
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """ValueError unless the unit is in the given state, or in one of them."""
+        expected = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in expected:
+            raise ValueError(
+                f"expected to be in states {expected} but current state is {self.training_state} "
+                f"({unit_name(self.module)}, rank {self.rank})"
+            )
+
+    # ---- nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up in the wrapped module what the unit lacks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wrapped = self.__dict__.get("_modules", {}).get(WRAPPED_MODULE)
+            if wrapped is None:
+                raise
+            return getattr(wrapped, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Index the wrapped module, for instance an nn.Sequential."""
+        return self._fsdp_wrapped_module[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self._refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self._refuse_copy()
+
+    def _refuse_copy(self) -> NoReturn:
+        raise TypeError(
+            f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the plain module "
+            "and wrap the "
+            "copy; to save a model, save its state_dict()"
+        )
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
+        return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
+        return self._cleaned_in_summon(super().named_buffers(*args, **kwargs))
+
+    def _cleaned_in_summon(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        clean = self.training_state == TrainingState.SUMMON_FULL_PARAMS
+        for name, tensor in named:
+            yield (name.replace(WRAPPED_PREFIX, "") if clean else name), tensor
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
+        """Call ``fn`` on every submodule and itself, with full parameters; what ``fn`` writes is kept. Collective."""
+        self._assert_state(TrainingState.IDLE)
+        with unshard_params.summon_full_params(self, recurse=False, writeback=True):
+            return super().apply(fn)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "FullyShardedDataParallel":
+        """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
+        with _flat_param_shown(self) if self._has_params else contextlib.nullcontext():
+            return super()._apply(*args, **kwargs)
+
+    # ---- full parameters and state dicts
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in a context.
+
+        Collective on entry. Inside, neither forward nor backward may run. On exit this rank's share of what was written
+        is kept, unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
+        their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients, with
+        use_orig_params only.
+        """
+        return unshard_params.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns: deprecated."""
+        return state_dict.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context with the settings of set_state_dict_type(); leaving it restores the old."""
+        return state_dict.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+        """The settings of the units in ``module``, None without units. AssertionError if they differ."""
+        return state_dict.get_state_dict_type(module)
+
+
+# ---- lazy initialisation
+
+
+def _check_ready(unit: FullyShardedDataParallel, name: str, is_root: bool) -> None:
+    """Raise unless ``unit``, called ``name`` in errors, can join a tree of units now."""
+    where = f"FSDP unit {name!r} on rank {unit.rank}"
+    if not is_root and unit._is_root:
+        raise AssertionError(
+            f"{where} is inside another unit but already the root of its own tree: its `_is_root` should not be set "
+            "yet or be False. "
+            "Run the outermost unit first, or wrap before the first forward"
+        )
+    unit._assert_state(TrainingState.IDLE)
+    handle = unit._handle
+    if handle is None:
+        return
+    if not unit._device_handle.is_available():
+        raise RuntimeError(f"{where} computes on {unit.compute_device}, which is not available here")
+    flat_param = handle.flat_param
+    if hasattr(flat_param, "_in_backward_optimizers"):
+        raise RuntimeError(f"{where}: an optimizer in backward is supported only with use_orig_params=True")
+    if unit.cpu_offload.offload_params and flat_param.device.type != "cpu":
+        raise RuntimeError(
+            f"{where} has CPU offloading enabled but parameters on {flat_param.device}: do not move it from the CPU"
+        )
+    if not unit.cpu_offload.offload_params and flat_param.device != unit.compute_device:
+        raise RuntimeError(
+            f"{where} unexpectedly has parameters on {flat_param.device}: move the module to {unit.compute_device} "
+            "before training"
+        )
+
+
+def _check_homogeneous(setting: str, units: list[tuple[str, FullyShardedDataParallel]]) -> None:
+    values = {getattr(unit, setting): clean_path(path) for path, unit in reversed(units)}
+    if len(values) > 1:
+        found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
+        raise ValueError(f"Expects one homogeneous value for {setting} but got {found}")
+
+
+# ---- the flat parameter's place in the module
+
+
+def _register_flat_param(unit: FullyShardedDataParallel) -> None:
+    """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the name."""
+    if unit._flat_param is not None:
+        unit.module._parameters[FLAT_PARAM] = unit._flat_param
+
+
+@contextlib.contextmanager
+def _flat_param_shown(unit: FullyShardedDataParallel) -> Iterator[None]:
+    """Show the flat parameter for the original ones; afterwards follow it to its new dtype, device or storage."""
+    flat_param = unit._flat_param
+    before = (flat_param.dtype, flat_param.device, flat_param.data_ptr())
+    with _orig_params_hidden(unit) if unit._use_orig_params else contextlib.nullcontext():
+        yield
+    if before != (flat_param.dtype, flat_param.device, flat_param.data_ptr()):
+        unit._reset_lazy_init()
+        if unit._use_orig_params:
+            unit._handle.point_params_at_shard()
+
+
+@contextlib.contextmanager
+def _orig_params_hidden(unit: FullyShardedDataParallel) -> Iterator[None]:
+    flat_param = unit._flat_param
+    hidden = []
+    for info in (*flat_param._param_infos, *flat_param._shared_param_infos):
+        parameters = info.module._parameters
+        if info.param_name in parameters:
+            hidden.append((parameters, list(parameters.items())))
+            del parameters[info.param_name]
+    _register_flat_param(unit)
+    try:
+        yield
+    finally:
+        del unit.module._parameters[FLAT_PARAM]
+        for parameters, items in reversed(hidden):  # in one piece each, so that the order of the names stays
+            parameters.clear()
+            parameters.update(items)

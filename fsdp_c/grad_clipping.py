@@ -1,0 +1,118 @@
+"""Gradient clipping over sharded gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_c import _C
+
+_NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def clip_grad_norm_(root: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
+
+    Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion of the
+    gradients' dtypes, computed in fp32 (fp64 where a unit is). Raises RuntimeError on an instance that is not the root,
+    ValueError during forward or backward; warns where this rank has no gradients.
+    """
+    root._lazy_init()
+    if not root._unit.is_root:
+        raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
+    if root._unit.training_state != _C.USE_IDLE:
+        raise ValueError("`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params")
+    sharded_handles, whole_handles = _handles(root)
+    if not sharded_handles:
+        return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    handles = sharded_handles + whole_handles
+    sharded = [grad for handle in sharded_handles for grad in handle.sharded_grads()]
+    whole = [grad for handle in whole_handles for grad in handle.sharded_grads()] + _unmanaged_grads(root, handles)
+    # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
+    dtype = torch.float64 if any(handle.flat_param.dtype == torch.float64 for handle in handles) else torch.float32
+    total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
+    if root.cpu_offload.offload_params:
+        total_norm = total_norm.cpu()
+    grads = sharded + whole
+    _scale(grads, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
+    if not grads:
+        warnings.warn(
+            f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning the total norm in the "
+            f"default dtype {total_norm.dtype}",
+            stacklevel=2,
+        )
+        return total_norm
+    return total_norm.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
+
+
+def _handles(root: Any) -> tuple[list[Any], list[Any]]:
+    """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every rank."""
+    handles = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
+    sharded = [handle for handle in handles if handle.uses_sharded_strategy]
+    return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
+
+
+def _unmanaged_grads(root: Any, handles: Sequence[Any]) -> list[Tensor]:
+    """Gradients of the parameters that no unit manages."""
+    managed: set[int] = set()
+    for handle in handles:
+        managed.add(id(handle.flat_param))
+        managed.update(id(param) for param in handle.flat_param._params or ())
+    params = [param for param in root.parameters() if id(param) not in managed]
+    return [param.grad for param in params if param.grad is not None]
+
+
+def _total_norm(root: Any, sharded: list[Tensor], whole: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+    """Norm over all ranks; ``whole`` gradients are the same everywhere and count once."""
+    total_norm = _local_norm(sharded, norm_type, dtype, root.compute_device)
+    whole_norm = _local_norm(whole, norm_type, dtype, root.compute_device)
+    # Merged before a maximum and after a sum: added before, it would count world_size times.
+    if norm_type == math.inf:
+        total_norm = torch.maximum(total_norm, whole_norm)
+        dist.all_reduce(total_norm, op=dist.ReduceOp.MAX, group=root.process_group)
+        return total_norm
+    total_norm = total_norm**norm_type
+    dist.all_reduce(total_norm, group=root.process_group)
+    if whole:
+        total_norm += whole_norm**norm_type
+    return total_norm ** (1.0 / norm_type)
+
+
+def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
+    if not grads:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms_op = _native("norms", grads) if norm_type in (2.0, math.inf) else None
+    if norms_op is not None and (grads[0].dtype == torch.float64) == (dtype == torch.float64):
+        norms = norms_op([grad.detach() for grad in grads], norm_type)
+    else:
+        norms = torch.stack([torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype) for grad in grads])
+    return torch.linalg.vector_norm(norms, norm_type, dtype=dtype).to(device=device)
+
+
+def _native(name: str, grads: list[Tensor]) -> Any | None:
+    """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
+    op = getattr(torch.ops.fsdp_c, name, None)
+    uniform = len({grad.dtype for grad in grads}) == 1 and all(
+        grad.device.type == "cpu" and grad.is_contiguous() for grad in grads
+    )
+    return op if uniform and grads[0].dtype in _NATIVE_DTYPES else None
+
+
+def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
+    """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
+    clip_op = _native("clip_", grads)
+    if clip_op is not None:
+        clip_op(grads, coefficient)
+        return
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.device, grad.dtype))

@@ -1,0 +1,215 @@
+"""Auto wrapping: torch's own policies, and the walk that turns the modules they choose into units."""
+
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _construct_wrap_fn,
+    _or_policy,
+    _Policy,
+    _post_order_apply,
+    _recursive_wrap,
+    _wrap_module_cls_individually,
+    always_wrap_policy,
+    enable_wrap,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+    wrap,
+)
+from torch.distributed.utils import _apply_to_tensors
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fsdp_c.traversal import is_unit
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+Policy = _Policy | Callable[..., bool]
+
+_paths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> its path in the tree that was last auto wrapped
+
+
+def unit_name(module: nn.Module) -> str:
+    """What errors call the unit around ``module``: its class, and its path where auto wrapping has seen it."""
+    path = _paths.get(module)
+    return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
+
+
+def auto_wrap(
+    root: nn.Module,
+    policy: Policy,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: dict[str, Any],
+    unit_class: type[nn.Module],
+) -> None:
+    """Replace the submodules of ``root`` that ``policy`` chooses by units, inner ones first; ``root`` itself stays.
+
+    ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The classes
+    that the mixed precision leaves out become units in full precision, whatever the policy says.
+    ValueError if a unit is there already, or if a chosen module mixes frozen and trainable parameters
+    (use_orig_params=False).
+    """
+    _refuse_existing_units(root)
+    for path, module in root.named_modules():
+        _paths[module] = path
+    mixed_precision = root_kwargs["mixed_precision"]
+    full_precision_classes = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
+    if not callable(policy) and not isinstance(policy, _Policy):
+        raise TypeError(f"auto_wrap_policy must be a policy object or a callable, not {type(policy).__name__}")
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
+        _add_full_precision_modules(root, full_precision_classes, ignored_modules, root_kwargs, chosen)
+        _keep_in_full_precision(root, full_precision_classes)
+        _check_frozen_params(root, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
+        _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
+        return
+    if full_precision_classes:
+        _keep_in_full_precision(root, full_precision_classes)
+        individually = functools.partial(_wrap_module_cls_individually, module_classes=full_precision_classes)
+        policy = functools.partial(_or_policy, policies=[policy, individually])
+    _recursive_wrap(root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+
+
+def _refuse_existing_units(root: nn.Module) -> None:
+    for path, module in root.named_modules():
+        if is_unit(module):
+            raise ValueError(
+                f"auto wrapping requires modules to not already have FSDP applied, but {path or 'the module itself'!r} "
+                "of "
+                f"{type(root).__name__} is a FullyShardedDataParallel; leave out auto_wrap_policy, or wrap that module "
+                "by policy"
+            )
+
+
+def _add_full_precision_modules(
+    root: nn.Module,
+    classes: tuple[type[nn.Module], ...],
+    ignored_modules: set[nn.Module],
+    root_kwargs: dict[str, Any],
+    chosen: dict[nn.Module, dict[str, Any]],
+) -> None:
+    """Make every instance of ``classes`` a target of its own without mixed precision."""
+    for module in root.modules():
+        if module not in ignored_modules and isinstance(module, classes):
+            kwargs = chosen.get(module, {**root_kwargs, "auto_wrap_policy": None})
+            chosen[module] = {**kwargs, "mixed_precision": None}
+
+
+def _keep_in_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+    """Have the instances of ``classes`` compute in fp32 and answer in the dtype they were given. Warns."""
+    found = [module for module in root.modules() if isinstance(module, classes)]
+    for module in found:
+        module._wrap_overrides = {"mixed_precision": None}  # read by torch's _recursive_wrap
+        region = _FullPrecisionRegion()
+        module.register_forward_pre_hook(region.enter)
+        module.register_forward_hook(region.leave)
+    if found:
+        names = ", ".join(sorted({type(module).__name__ for module in found}))
+        warnings.warn(
+            f"both mixed precision and an auto_wrap_policy were given, and the module has submodules of type {names}: "
+            "they become "
+            "separate FSDP units without mixed precision (MixedPrecision._module_classes_to_ignore)",
+            stacklevel=4,
+        )
+
+
+class _FullPrecisionRegion:
+    """Casts floating inputs of one module to fp32, and floating outputs back to the dtype of the last of them."""
+
+    def __init__(self) -> None:
+        self.input_dtype: torch.dtype | None = None
+
+    def enter(self, module: nn.Module, args: Any) -> Any:
+        self.input_dtype = None
+
+        def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point() or tensor.dtype is torch.float32:
+                return tensor
+            self.input_dtype = tensor.dtype
+            return tensor.to(torch.float32)
+
+        return _apply_to_tensors(to_fp32, args)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        dtype = self.input_dtype
+        if dtype is None:
+            return None
+        return _apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
+
+
+def _check_frozen_params(
+    root: nn.Module, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter], use_orig_params: bool
+) -> None:
+    """Raise, or with use_orig_params warn, for a target whose own parameters are partly frozen."""
+    targets = set(targets)
+    visited: set[nn.Module] = set()
+    for path, module in _post_order(root):
+        if module not in targets:
+            continue
+        params = {
+            param: name for name, param in _own_named_parameters(path, module, visited) if param not in ignored_params
+        }
+        trainable = [param for param in params if param.requires_grad]
+        frozen = [param for param in params if not param.requires_grad]
+        if not trainable or not frozen:
+            continue
+        lists = (
+            f"requires_grad=True: {[params[param] for param in trainable]}; "
+            f"requires_grad=False: {[params[param] for param in frozen]}"
+        )
+        if not use_orig_params:
+            raise ValueError(
+                f"{path or type(root).__name__!r} has both parameters with requires_grad=True and False, which one "
+                "unit holds only "
+                f"with use_orig_params=True; pass that, or wrap the frozen parameters with FSDP separately. {lists}"
+            )
+        wanted = sum(param.numel() for param in trainable)
+        total = wanted + sum(param.numel() for param in frozen)
+        warnings.warn(
+            f"{path or type(root).__name__!r} has both parameters with requires_grad=True and False: its gradients "
+            f"take {total} numel "
+            f"instead of {wanted} numel before they are reduced; wrap the frozen parameters with FSDP separately. "
+            f"{lists}",
+            stacklevel=4,
+        )
+
+
+def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The named modules of a tree, children before their parent, in registration order; shared modules once."""
+    visited = {root}
+
+    def walk(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        found = []
+        for name, child in module.named_children():
+            if child not in visited:
+                visited.add(child)
+                found += walk(f"{path}.{name}" if path else name, child)
+        return [*found, (path, module)]
+
+    return walk("", root)
+
+
+def _own_named_parameters(path: str, module: nn.Module, visited: set[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+    """The parameters of ``module``'s subtree without the modules in ``visited``, to which it adds its own."""
+    visited.add(module)
+    for name, param in module.named_parameters(recurse=False):
+        yield (f"{path}.{name}" if path else name), param
+    for name, child in module.named_children():
+        if child not in visited:
+            yield from _own_named_parameters(f"{path}.{name}" if path else name, child, visited)
