@@ -58,6 +58,7 @@ class FlatLayout:
 class Handle:
     """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of FlatParamHandle."""
 
+    name: str  # writable: what errors call the unit
     flat_param: nn.Parameter
     layout: FlatLayout
     param_state: int

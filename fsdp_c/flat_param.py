@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
 from fsdp_c import _C
@@ -232,7 +233,7 @@ class FlatParamHandle(_C.Handle):
             param_dtype=mp_param_dtype,
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
             name=type(fully_sharded_module).__name__,
-            flat_param_owner=fully_sharded_module._parameters,
+            flat_param_owner=getattr(fully_sharded_module, _CHECKPOINT_WRAPPED_MODULE, fully_sharded_module)._parameters,
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,

@@ -103,21 +103,28 @@ def _summon_unit(
     """One unit's part of ``summon_full_params``."""
     common.synchronize(fsdp_module.compute_device)
     handle = fsdp_module._handle
-    if handle is None or handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
+    if handle is None:
+        fsdp_module._unit.set_summoning(True)
+        try:
+            yield
+        finally:
+            fsdp_module._unit.set_summoning(False)
+        return
+    if handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
         yield
         return
     with contextlib.ExitStack() as stack:
         handle.summon_enter(writeback)
+        if with_grads:
+            stack.callback(handle.summon_grads_exit, writeback)  # after the next: gradients follow their parameters
         stack.callback(handle.summon_exit)
         if with_grads:
             handle.summon_grads()
         if rank0_only and fsdp_module.rank != 0:
+            handle.summon_hide()
             if with_grads:
                 handle.summon_grads_exit(False)
-            handle.summon_hide()
         else:
-            if with_grads:
-                stack.callback(handle.summon_grads_exit, writeback)
             # Full parameters of a CPU device already are what offloading promises: no second copy.
             if offload_to_cpu and fsdp_module.compute_device.type != "cpu":
                 stack.enter_context(_offloaded(handle, writeback))

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "handle/handle_ops.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -47,23 +48,27 @@ static int init_slots(struct handle *handle, PyObject *slots) {
     return 0;
 }
 
-static int64_t *strides_from(PyObject *tuple) {
-    Py_ssize_t ndim = PyTuple_Size(tuple);
-    int64_t *strides = PyMem_Calloc((size_t)ndim + 1, sizeof *strides);
-    for (Py_ssize_t d = 0; strides && d < ndim; d++) strides[d] = PyLong_AsLongLong(PyTuple_GetItem(tuple, d));
-    return strides;
+static int64_t *integers_from(PyObject *tuple) {
+    Py_ssize_t count = PyTuple_Size(tuple);
+    int64_t *integers = PyMem_Calloc((size_t)count + 1, sizeof *integers);
+    for (Py_ssize_t i = 0; integers && i < count; i++) integers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+    return integers;
 }
 
-static int init_strides(struct handle *handle) {
-    handle->output_strides = PyMem_Calloc((size_t)handle->num_params + 1, sizeof *handle->output_strides);
-    if (!handle->output_strides) return tensor_check(STATUS_NO_MEMORY, "strides of a unit");
+static int init_shapes(struct handle *handle) {
+    handle->param_shapes = PyMem_Calloc((size_t)handle->num_params + 1, sizeof *handle->param_shapes);
+    if (!handle->param_shapes) return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
     for (int64_t i = 0; i < handle->num_params; i++) {
-        PyObject *strides = PyTuple_GetItem(handle->strides, i);
-        if (!strides) return -1;
-        if (strides != Py_None && !(handle->output_strides[i] = strides_from(strides)))
-            return tensor_check(STATUS_NO_MEMORY, "strides of a unit");
+        struct param_shape *shape = &handle->param_shapes[i];
+        PyObject *sizes = PyTuple_GetItem(handle->shapes, i), *strides = PyTuple_GetItem(handle->strides, i);
+        if (!sizes || !strides) return -1;
+        shape->ndim = PyTuple_Size(sizes);
+        shape->sizes = integers_from(sizes);
+        shape->strides = strides == Py_None ? NULL : integers_from(strides);
+        if (!shape->sizes || (strides != Py_None && !shape->strides))
+            return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
     }
-    return 0;
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 static int init_groups(struct handle *handle, const struct handle_spec *spec) {
@@ -97,7 +102,8 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
     handle->postdivide = spec->postdivide;
     init_references(handle, spec);
     if (!handle->fallback_dtypes) goto fail;
-    if (init_slots(handle, spec->slots) < 0 || init_strides(handle) < 0 || init_groups(handle, spec) < 0) goto fail;
+    if (init_slots(handle, spec->slots) < 0 || init_shapes(handle) < 0 || init_groups(handle, spec) < 0) goto fail;
+    if ((handle->op_id = handle_ops_add(handle)) < 0) goto fail;
     return 0;
 fail:
     handle_fini(handle);
@@ -112,8 +118,14 @@ static void fini_slots(struct handle *handle) {
         Py_CLEAR(handle->slots[i].name);
     }
     PyMem_Free(handle->slots);
-    for (int64_t i = 0; handle->output_strides && i < handle->num_params; i++) PyMem_Free(handle->output_strides[i]);
-    PyMem_Free(handle->output_strides);
+}
+
+static void fini_shapes(struct handle *handle) {
+    for (int64_t i = 0; handle->param_shapes && i < handle->num_params; i++) {
+        PyMem_Free(handle->param_shapes[i].sizes);
+        PyMem_Free(handle->param_shapes[i].strides);
+    }
+    PyMem_Free(handle->param_shapes);
 }
 
 static void fini_lazy(struct handle *handle) {
@@ -142,6 +154,8 @@ void handle_fini(struct handle *handle) {
     Py_CLEAR(handle->gradients.unsharded);
     fini_lazy(handle);
     fini_slots(handle);
+    fini_shapes(handle);
+    handle_ops_remove(handle->op_id);
     collective_group_fini(&handle->shard_group);
     collective_group_fini(&handle->replicate_group);
     Py_CLEAR(handle->layout_owner);

@@ -52,6 +52,12 @@ struct slot {
     bool custom_setattr; /* the class overrides __setattr__ (RNNs keep a second list): go through it */
 };
 
+struct param_shape {
+    int64_t ndim;
+    int64_t *sizes;
+    int64_t *strides; /* NULL when contiguous */
+};
+
 /* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
 enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED };
 
@@ -88,7 +94,8 @@ struct handle {
     PyObject *flat_param; /* owned; the optimizer's and the user's object, never replaced */
     PyObject *params;     /* owned; list of the original Parameters, NULL unless use_orig_params */
     PyObject *shapes, *strides; /* owned; tuples; a stride entry is None for a contiguous parameter */
-    int64_t **output_strides;   /* owned; per parameter, NULL when contiguous */
+    struct param_shape *param_shapes; /* owned; the same as integers */
+    int64_t op_id;              /* by which torch.ops.fsdp_c find the handle */
     struct slot *slots;         /* owned; the first num_params are the parameters in order, then shared names */
     int64_t num_slots;
     PyObject *empty_param;      /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */

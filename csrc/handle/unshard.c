@@ -80,7 +80,7 @@ static int init_sources(struct handle *handle) {
     for (int64_t i = 0; i < handle->num_params; i++) {
         handle->sources[i].offset = layout_param_offset(&handle->layout, i);
         handle->sources[i].numel = layout_param_numel(&handle->layout, i);
-        handle->sources[i].output_strides = handle->output_strides[i];
+        handle->sources[i].output_strides = handle->param_shapes[i].strides;
     }
     return 0;
 }

@@ -85,21 +85,22 @@ static bool plan_is_flat(const struct plan *plan) {
     return plan->ndim == 1 && plan->input_strides[0] == 1 && plan->output_strides[0] == 1;
 }
 
-/* The common case, decided without a plan: no strides on either side, or the same dense ones. */
-static bool source_is_flat(const struct pack_source *source) {
-    const struct tensor_view *view = &source->view;
-    int64_t contiguous = 1;
-    if (!view->strides && !source->output_strides) {
-        return true;
-    }
-    for (int32_t d = view->ndim - 1; d >= 0; d--) {
-        if (view->sizes[d] != 1 && ((view->strides && view->strides[d] != contiguous) ||
-                                    (source->output_strides && source->output_strides[d] != contiguous))) {
+/* Whether strides are those of a contiguous tensor, as NULL says without a look. */
+static bool strides_are_contiguous(const int64_t *strides, const struct tensor_view *view) {
+    int64_t expected = 1;
+    for (int32_t d = view->ndim - 1; strides && d >= 0; d--) {
+        if (view->sizes[d] != 1 && strides[d] != expected) {
             return false;
         }
-        contiguous *= view->sizes[d];
+        expected *= view->sizes[d];
     }
     return true;
+}
+
+/* The common case, decided without a plan. */
+static bool source_is_flat(const struct pack_source *source) {
+    return strides_are_contiguous(source->view.strides, &source->view) &&
+           strides_are_contiguous(source->output_strides, &source->view);
 }
 
 /* output += input where the dtypes may differ: in the wider arithmetic, rounded once, as torch promotes. */
@@ -216,8 +217,8 @@ static void pack_tile(const struct pack *pack, const struct tile *tile, enum dty
 static void pack_plane(const struct pack *pack, const struct tile *plane, enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
-    for (int64_t column = 0; column < plane->columns; column += TILE_COLUMNS) {
-        for (int64_t row = 0; row < plane->rows; row += TILE_ROWS) {
+    for (int64_t row = 0; row < plane->rows; row += TILE_ROWS) {
+        for (int64_t column = 0; column < plane->columns; column += TILE_COLUMNS) {
             struct tile tile = *plane;
             tile.rows = plane->rows - row < TILE_ROWS ? plane->rows - row : TILE_ROWS;
             tile.columns = plane->columns - column < TILE_COLUMNS ? plane->columns - column : TILE_COLUMNS;
@@ -365,7 +366,7 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
 static bool output_is_dense(const struct pack_source *source) {
     struct plan plan;
     int64_t expected = 1;
-    if (!source->output_strides || source->numel == 0) {
+    if (source->numel == 0 || strides_are_contiguous(source->output_strides, &source->view)) {
         return true;
     }
     plan_build(&plan, source);

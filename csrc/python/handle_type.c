@@ -211,6 +211,11 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
     return Py_NewRef(full ? full : Py_None);
 }
 
+static PyObject *get_op_id(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLongLong(inside(self)->op_id);
+}
+
 static PyObject *get_name(PyObject *self, void *unused) {
     PyObject *name = inside(self)->name;
     (void)unused;
@@ -229,6 +234,7 @@ static int set_name(PyObject *self, PyObject *name, void *unused) {
 
 static PyGetSetDef attributes[] = {
     {"name", get_name, set_name, NULL, NULL},
+    {"op_id", get_op_id, NULL, NULL, NULL},
     {"flat_param", get_flat_param, NULL, NULL, NULL},
     {"layout", get_layout, NULL, NULL, NULL},
     {"param_state", get_param_state, NULL, NULL, NULL},

@@ -1,4 +1,5 @@
 /* The extension module fsdp_c._C. */
+#include "handle/handle_ops.h"
 #include "python/layout_type.h"
 #include "python/types.h"
 #include "runtime/hook.h"
@@ -68,7 +69,7 @@ static int add_constants(PyObject *module) {
 /* torch first: its symbols, its Python names, our ops; then what stands on them. */
 static int module_exec(PyObject *module) {
     if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0) return -1;
-    if (collective_init() < 0 || hook_init() < 0 || node_init() < 0) return -1;
+    if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0) return -1;
     return add_types(module) < 0 ? -1 : add_constants(module);
 }
 

@@ -78,7 +78,7 @@ static PyObject *release(PyObject *self, PyObject *unused) {
         PyErr_Format(PyExc_RuntimeError, "unit %S is amid a forward or backward", runtime->units[i]->name);
         return NULL;
     }
-    return none_or_error(runtime_reset(runtime) < 0 ? -1 : runtime_clear(runtime));
+    return none_or_error(runtime_release(runtime));
 }
 
 static PyMethodDef methods[] = {

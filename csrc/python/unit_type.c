@@ -66,7 +66,15 @@ static PyObject *forward(PyObject *self, PyObject *args) {
     return unit_forward(inside(self), wrapped, inputs, kwargs);
 }
 
+/* A unit without parameters has no handle whose state could say that it is inside summon_full_params. */
+static PyObject *set_summoning(PyObject *self, PyObject *value) {
+    int wanted = PyObject_IsTrue(value);
+    if (wanted < 0) return NULL;
+    return none_or_error(unit_set_training_state(inside(self), wanted ? USE_SUMMON_FULL_PARAMS : USE_IDLE));
+}
+
 static PyMethodDef methods[] = {
+    {"set_summoning", set_summoning, METH_O, NULL},
     {"forward", forward, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -19,7 +19,7 @@ int unit_pre_backward(struct unit *unit) {
     if (!unit->runtime || unit->ran_pre_backward) return 0;
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0) return -1;
-    unit->training_state = USE_FORWARD;
+    if (unit_set_training_state(unit, USE_FORWARD) < 0) return -1;
     if (unit->handle && unshard_for_backward(unit) < 0) return -1;
     unit->ran_pre_backward = true;
     return 0;

@@ -125,10 +125,10 @@ static int remove_reshard_hook(struct unit *unit) {
     return done ? 0 : -1;
 }
 
-static void reset_flags(struct unit *unit) {
+static int reset_flags(struct unit *unit) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->prefetched = false;
     unit->post_forward_index = -1;
-    unit->training_state = USE_IDLE;
+    return unit_set_training_state(unit, USE_IDLE);
 }
 
 static int finalise_handle(struct unit *unit) {
@@ -143,8 +143,8 @@ static int finalise_units(struct runtime *runtime) {
     if (runtime_finish_reduction(runtime) < 0) return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        if (remove_reshard_hook(unit) < 0 || (unit->handle && finalise_handle(unit) < 0)) return -1;
-        reset_flags(unit);
+        if (remove_reshard_hook(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || reset_flags(unit) < 0)
+            return -1;
     }
     return 0;
 }
@@ -158,6 +158,14 @@ int runtime_final_callback(struct runtime *runtime) {
     order_next_iteration(runtime);
     runtime->callback_queued = false;
     return 0;
+}
+
+int runtime_release(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct handle *handle = runtime->units[i]->handle;
+        if (handle && (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0)) return -1;
+    }
+    return runtime_clear(runtime);
 }
 
 /* ---- after an exception ---- */
@@ -174,7 +182,7 @@ int runtime_reset(struct runtime *runtime) {
             handle_force_idle(handle);
             if (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0) return -1;
         }
-        reset_flags(unit);
+        if (reset_flags(unit) < 0) return -1;
     }
     runtime->num_post = 0;
     runtime->callback_queued = false;

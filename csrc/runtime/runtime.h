@@ -65,6 +65,9 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
 int unit_clear(struct unit *unit);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
 
+/* unit.c: the only writer of the unit's state. 0, or -1 with RuntimeError naming both states. */
+int unit_set_training_state(struct unit *unit, enum training_state state);
+
 /* unit.c: the instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle again. */
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
 
@@ -93,6 +96,7 @@ struct runtime {
 
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units); /* steals nothing */
 int runtime_clear(struct runtime *runtime);
+int runtime_release(struct runtime *runtime); /* of an idle runtime: the units are as before lazy init, gradients stay */
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 
 int runtime_root_pre_forward(struct runtime *runtime);

@@ -70,6 +70,23 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
     return 0;
 }
 
+/* ---- state ---- */
+
+int unit_set_training_state(struct unit *unit, enum training_state state) {
+    static const bool allowed[USE_STATES][USE_STATES] = {
+        [USE_IDLE] = {[USE_IDLE] = true, [USE_FORWARD] = true, [USE_SUMMON_FULL_PARAMS] = true},
+        [USE_FORWARD] = {[USE_FORWARD] = true, [USE_IDLE] = true},
+        [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
+    };
+    if (!allowed[unit->training_state][state]) {
+        PyErr_Format(PyExc_RuntimeError, "unit %S: illegal transition from %s to %s", unit->name,
+                     training_state_name(unit->training_state), training_state_name(state));
+        return -1;
+    }
+    unit->training_state = state;
+    return 0;
+}
+
 /* ---- inputs ---- */
 
 /* A cold path: containers and casts are walked by fsdp_c.tree. */
@@ -183,7 +200,7 @@ static int unshard_for_forward(struct unit *unit) {
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (unit->is_root && runtime_root_pre_forward(unit->runtime) < 0) return -1;
-    unit->training_state = USE_FORWARD;
+    if (unit_set_training_state(unit, USE_FORWARD) < 0) return -1;
     if (unit->handle && unshard_for_forward(unit) < 0) return -1;
     if (convert_inputs(unit, args, kwargs) < 0) return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
@@ -295,8 +312,7 @@ static int post_forward(struct unit *unit, PyObject *output) {
     bool expected;
     if (expect_backward(unit, output, &expected) < 0) return -1;
     if (unit->handle && reshard_after_forward(unit, expected) < 0) return -1;
-    unit->training_state = USE_IDLE;
-    return 0;
+    return unit_set_training_state(unit, USE_IDLE);
 }
 
 /* ---- forward ---- */
@@ -305,7 +321,7 @@ static int post_forward(struct unit *unit, PyObject *output) {
 static void abandon_forward(struct unit *unit) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    unit->training_state = USE_IDLE;
+    unit_set_training_state(unit, USE_IDLE);
     unit->prefetched = false;
     if (unit->handle) {
         handle_reshard(unit->handle, true);

@@ -15,17 +15,26 @@ static double next_value(uint64_t *state) {
     return (double)(*state >> 11) / 9007199254740992.0;
 }
 
+/* New reference to a list of floats, or NULL. */
+static PyObject *make_list(const double *values, int64_t numel) {
+    PyObject *list = PyList_New((Py_ssize_t)numel);
+    for (int64_t i = 0; list && i < numel; i++) {
+        PyObject *value = PyFloat_FromDouble(values[i]);
+        if (!value || PyList_SetItem(list, (Py_ssize_t)i, value) != 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
+}
+
 /* New reference to a CPU tensor of these values, or NULL. */
 static PyObject *make_tensor(PyObject *torch, const double *values, int64_t numel, const char *dtype_name) {
-    PyObject *list = PyList_New((Py_ssize_t)numel);
-    PyObject *make = PyObject_GetAttrString(torch, "tensor");
-    PyObject *dtype = PyObject_GetAttrString(torch, dtype_name);
+    PyObject *list = make_list(values, numel);
+    PyObject *make = list ? PyObject_GetAttrString(torch, "tensor") : NULL;
+    PyObject *dtype = make ? PyObject_GetAttrString(torch, dtype_name) : NULL;
     PyObject *keywords = dtype ? Py_BuildValue("{s:O,s:s}", "dtype", dtype, "device", "cpu") : NULL;
-    for (int64_t i = 0; list && i < numel; i++) {
-        PyList_SetItem(list, (Py_ssize_t)i, PyFloat_FromDouble(values[i]));
-    }
-    PyObject *arguments = list ? Py_BuildValue("(O)", list) : NULL;
-    PyObject *tensor = make && arguments && keywords ? PyObject_Call(make, arguments, keywords) : NULL;
+    PyObject *arguments = keywords ? Py_BuildValue("(O)", list) : NULL;
+    PyObject *tensor = arguments ? PyObject_Call(make, arguments, keywords) : NULL;
     Py_XDECREF(arguments);
     Py_XDECREF(keywords);
     Py_XDECREF(dtype);
@@ -37,8 +46,8 @@ static PyObject *make_tensor(PyObject *torch, const double *values, int64_t nume
 /* torch.linalg.vector_norm of these values; -1 with no exception left when it cannot be had. */
 static double torch_norm(PyObject *torch, const double *values, int64_t numel, const char *dtype_name) {
     PyObject *linalg = PyObject_GetAttrString(torch, "linalg");
-    PyObject *tensor = make_tensor(torch, values, numel, dtype_name);
-    PyObject *result = linalg && tensor ? PyObject_CallMethod(linalg, "vector_norm", "(O)", tensor) : NULL;
+    PyObject *tensor = linalg ? make_tensor(torch, values, numel, dtype_name) : NULL;
+    PyObject *result = tensor ? PyObject_CallMethod(linalg, "vector_norm", "(O)", tensor) : NULL;
     PyObject *number = result ? PyObject_CallMethod(result, "item", NULL) : NULL;
     double norm = number ? PyFloat_AsDouble(number) : -1.0;
     PyErr_Clear();

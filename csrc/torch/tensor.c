@@ -183,8 +183,8 @@ static enum dtype dtype_named(PyObject *text) {
 static int read_device(PyObject *tensor, struct tensor_view *view) {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     PyObject *type = attribute_text(device, "type");
-    PyObject *index = device ? PyObject_GetAttrString(device, "index") : NULL;
-    int result = type && index ? 0 : -1;
+    PyObject *index = type ? PyObject_GetAttrString(device, "index") : NULL;
+    int result = index ? 0 : -1;
     if (result == 0) {
         view->device = attribute_is(type, "cpu") ? DEVICE_CPU : attribute_is(type, "cuda") ? DEVICE_CUDA : DEVICE_OTHER;
         view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
@@ -198,17 +198,17 @@ static int read_device(PyObject *tensor, struct tensor_view *view) {
 /* The slow way, for a torch without the table. */
 static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
     PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
-    PyObject *shape = PyObject_GetAttrString(tensor, "shape");
-    PyObject *strides = PyObject_CallMethod(tensor, "stride", NULL);
-    PyObject *dtype = attribute_text(tensor, "dtype");
+    PyObject *shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
+    PyObject *strides = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
+    PyObject *dtype = strides ? attribute_text(tensor, "dtype") : NULL;
     int result = -1;
-    if (address && shape && strides && dtype && read_device(tensor, view) == 0) {
+    if (dtype && read_device(tensor, view) == 0) {
         view->data = PyLong_AsVoidPtr(address);
         view->ndim = (int32_t)PySequence_Size(shape);
         view->sizes = read_ints(shape);
-        view->strides = read_ints(strides);
+        view->strides = view->sizes ? read_ints(strides) : NULL;
         view->dtype = dtype_named(dtype);
-        result = view->sizes && view->strides && !PyErr_Occurred() ? 0 : -1;
+        result = view->strides ? 0 : -1;
     }
     Py_XDECREF(dtype);
     Py_XDECREF(strides);
@@ -246,7 +246,7 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
         return refuse(tensor);
     }
     if (!exchange.view_of) {
-        return view_by_attributes(tensor, view);
+        return view_by_attributes(tensor, view) == 0 ? 0 : refuse_memory(tensor);
     }
     if (exchange.view_of(tensor, &dl) != 0) {
         return refuse_memory(tensor);

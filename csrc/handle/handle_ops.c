@@ -1,0 +1,176 @@
+#include "handle/handle_ops.h"
+
+#include "torch/op_stack.h"
+#include "torch/tensor.h"
+
+/* ---- ids ---- */
+
+static struct handle **handles; /* owned; id -> handle, NULL when it is gone; ids begin at 1 */
+static int64_t num_handles = 1, capacity;
+
+int64_t handle_ops_add(struct handle *handle) {
+    if (num_handles >= capacity) {
+        int64_t grown = capacity ? capacity * 2 : 64;
+        struct handle **table = PyMem_Realloc(handles, (size_t)grown * sizeof *table);
+        if (!table) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        handles = table;
+        capacity = grown;
+    }
+    handles[num_handles] = handle;
+    return num_handles++;
+}
+
+void handle_ops_remove(int64_t id) {
+    if (id > 0 && id < num_handles) handles[id] = NULL;
+}
+
+static struct handle *find(const char *op, int64_t id) {
+    bool known = id > 0 && id < num_handles && handles[id];
+    OP_CHECK(known, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op, (long long)id);
+    OP_CHECK(handles[id]->ready, "%s: handle %lld is not initialised: run a forward first", op, (long long)id);
+    return handles[id];
+}
+
+/* ---- unshard and reshard: Python is needed, so the lock is taken ---- */
+
+/* The current exception's text into `message`; the exception is cleared. */
+static void take_exception(char *message, size_t nbytes) {
+    PyObject *type, *value, *traceback, *text;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    text = value ? PyObject_Str(value) : NULL;
+    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+    snprintf(message, nbytes, "%s", bytes ? PyBytes_AsString(bytes) : "unknown error");
+    PyErr_Clear();
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
+}
+
+static int unshard_now(struct handle *handle) {
+    return handle_unshard_enqueue(handle) < 0 ? -1 : handle_unshard_wait(handle);
+}
+
+static int reshard_now(struct handle *handle) { return handle_reshard(handle, true); }
+
+/* Run `verb` with the lock held, and turn an exception into the op's. */
+static void run(const char *op, struct handle *handle, int (*verb)(struct handle *)) {
+    char message[400] = "";
+    PyGILState_STATE lock = PyGILState_Ensure();
+    int result = verb(handle);
+    if (result < 0) take_exception(message, sizeof message);
+    PyGILState_Release(lock);
+    OP_CHECK(result == 0, "%s: %s", op, message);
+}
+
+static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
+    OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->param_kind && full->is_contiguous,
+             "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
+             (long long)handle->layout.padded_numel);
+}
+
+static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
+    (void)num_inputs;
+    (void)num_outputs;
+    OP_OWNED tensor = op_tensor(stack[0]);
+    struct handle *handle = find("fsdp_c::unshard", op_int(stack[1]));
+    struct op_operand full;
+    op_read_operand(&full, tensor);
+    check_full("fsdp_c::unshard", handle, &full);
+    run("fsdp_c::unshard", handle, unshard_now);
+    op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
+    const struct tensor_view *gathered = handle->full_is_local ? &handle->local_view : &handle->full.view;
+    if (full.view.data != gathered->data)
+        kernel_cast_divide(full.view.data, handle->param_kind, gathered->data, handle->param_kind, full.numel, 1.0,
+                           tensor_kernel_stream(gathered));
+}
+
+static void reshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
+    (void)num_inputs;
+    (void)num_outputs;
+    OP_OWNED tensor = op_tensor(stack[0]);
+    run("fsdp_c::reshard", find("fsdp_c::reshard", op_int(stack[1])), reshard_now);
+}
+
+static void nothing_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
+    (void)num_inputs;
+    (void)num_outputs;
+    OP_OWNED tensor = op_tensor(stack[0]);
+}
+
+/* ---- views: composed of ATen's own, so that autograd and tracing see through them ---- */
+
+static StableIValue int_list(const int64_t *values, int64_t count) {
+    StableListHandle list = NULL;
+    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)count, &list));
+    for (int64_t i = 0; i < count; i++) OP_CALL(torch_abi.torch_list_push_back(list, (StableIValue)values[i]));
+    return (StableIValue)(uintptr_t)list;
+}
+
+static AtenTensorHandle narrow(AtenTensorHandle full, int64_t offset, int64_t numel) {
+    AtenTensorHandle reference = NULL;
+    OP_CALL(torch_abi.aoti_torch_new_tensor_handle(full, &reference));
+    StableIValue slots[4] = {op_give(&reference), 0, (StableIValue)offset, (StableIValue)numel};
+    OP_CALL(torch_abi.torch_call_dispatcher("aten::narrow", "", slots, TORCH_BUILD_VERSION));
+    return op_tensor(slots[0]);
+}
+
+static AtenTensorHandle shaped(AtenTensorHandle part, const struct param_shape *shape) {
+    StableIValue slots[4] = {(StableIValue)(uintptr_t)part, int_list(shape->sizes, shape->ndim), 0, 0};
+    if (!shape->strides) {
+        OP_CALL(torch_abi.torch_call_dispatcher("aten::view", "", slots, TORCH_BUILD_VERSION));
+        return op_tensor(slots[0]);
+    }
+    slots[2] = int_list(shape->strides, shape->ndim);
+    OP_CALL(torch_abi.torch_call_dispatcher("aten::as_strided", "", slots, TORCH_BUILD_VERSION));
+    return op_tensor(slots[0]);
+}
+
+static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
+    (void)num_inputs;
+    (void)num_outputs;
+    OP_OWNED full = op_tensor(stack[0]);
+    const struct handle *handle = find("fsdp_c::unshard_views", op_int(stack[1]));
+    StableListHandle views = NULL;
+    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->num_params, &views));
+    for (int64_t i = 0; i < handle->num_params; i++) {
+        AtenTensorHandle part =
+            narrow(full, layout_param_offset(&handle->layout, i), layout_param_numel(&handle->layout, i));
+        AtenTensorHandle view = shaped(part, &handle->param_shapes[i]);
+        op_push(views, &view);
+    }
+    stack[0] = (StableIValue)(uintptr_t)views;
+}
+
+/* ---- registration ---- */
+
+static bool register_all(void) {
+    TorchLibraryHandle schemas = NULL, cpu = NULL, meta = NULL, composite = NULL;
+    return !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &schemas) &&
+           !torch_abi.aoti_torch_library_init_impl("fsdp_c", "CPU", "fsdp_c", 0, &cpu) &&
+           !torch_abi.aoti_torch_library_init_impl("fsdp_c", "Meta", "fsdp_c", 0, &meta) &&
+           !torch_abi.aoti_torch_library_init_impl("fsdp_c", "CompositeImplicitAutograd", "fsdp_c", 0, &composite) &&
+           !torch_abi.aoti_torch_library_def(schemas, "unshard(Tensor(a!) full, int handle) -> ()") &&
+           !torch_abi.aoti_torch_library_def(schemas, "reshard(Tensor(a!) full, int handle) -> ()") &&
+           !torch_abi.aoti_torch_library_def(schemas, "unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]") &&
+           !torch_abi.torch_library_impl(cpu, "unshard", unshard, TORCH_BUILD_VERSION) &&
+           !torch_abi.torch_library_impl(cpu, "reshard", reshard, TORCH_BUILD_VERSION) &&
+           !torch_abi.torch_library_impl(meta, "unshard", nothing_on_meta, TORCH_BUILD_VERSION) &&
+           !torch_abi.torch_library_impl(meta, "reshard", nothing_on_meta, TORCH_BUILD_VERSION) &&
+           !torch_abi.torch_library_impl(composite, "unshard_views", unshard_views, TORCH_BUILD_VERSION);
+}
+
+int handle_ops_init(void) {
+    static bool registered;
+    if (!registered && !register_all()) {
+        PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s", op_error_text("torch refused them"));
+        return -1;
+    }
+    registered = true;
+    return 0;
+}

@@ -1,0 +1,168 @@
+"""clip_grad_norm_: norms and clipped gradients bitwise equal to torch's FSDP1, and the cases where torch is wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
+
+from tests.distributed.test_state_dict import STRATEGIES, all_strategies, assert_same, both_views, plain, wrap
+from tests.models import WIDTH
+from tests.parity.engine import same_bits
+from tests.ranks import on_ranks
+
+
+def backward(model: nn.Module, rank: int, scale: float = 10.0) -> None:
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    (model(x).float() * scale).square().mean().backward()
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+
+
+def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
+    norms, clipped = [], []
+    for which in ("torch", "fsdp_c"):
+        model = build(which)
+        backward(model, rank)
+        before = grads(model)
+        norms.append(model.clip_grad_norm_(*arguments))
+        clipped.append(grads(model))
+        assert before
+    assert same_bits(*norms), norms
+    assert norms[1].dim() == 0
+    assert_same(*clipped)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf, "inf"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_norm_and_clipped_gradients_equal_torchs(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, norm_type: float
+) -> None:
+    clip_with_both(
+        lambda which: wrap(plain(), use_orig_params, which, sharding_strategy=strategy), rank, 0.5, norm_type
+    )
+
+
+@both_views
+@on_ranks(2)
+def test_coefficient_of_small_gradients_is_one_as_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    clip_with_both(lambda which: wrap(plain(), use_orig_params, which), rank, 1e6)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@both_views
+@on_ranks(2)
+def test_unmanaged_gradients_count_once_as_torchs(
+    rank: int, world_size: int, use_orig_params: bool, norm_type: float
+) -> None:
+    def build(which: str) -> nn.Module:
+        module = plain()
+        return wrap(module, use_orig_params, which, ignored_states=[module.inp.bias, module.blocks[0].norm.weight])
+
+    clip_with_both(build, rank, 0.5, norm_type)
+
+
+@both_views
+@on_ranks(2)
+def test_units_of_several_strategies_equal_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    def build(which: str) -> nn.Module:
+        module = plain()
+        options = {"auto_wrap_policy": None}
+        module.blocks[0] = wrap(module.blocks[0], use_orig_params, which, sharding_strategy="NO_SHARD", **options)
+        module.blocks[1] = wrap(module.blocks[1], use_orig_params, which, **options)
+        return wrap(module, use_orig_params, which, **options)
+
+    clip_with_both(build, rank, 0.5)
+    clip_with_both(build, rank, 0.5, math.inf)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strategy: str) -> None:
+    precision = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+
+    def build(which: str) -> nn.Module:
+        return wrap(plain(), False, which, sharding_strategy=strategy, mixed_precision=precision)
+
+    clip_with_both(build, rank, 0.5)
+    model = build("fsdp_c")
+    backward(model, rank)
+    assert model.clip_grad_norm_(0.5).dtype == torch.bfloat16
+
+
+@both_views
+@on_ranks(2)
+def test_total_norm_is_that_of_the_unsharded_model(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = wrap(plain(), use_orig_params), plain()
+    backward(model, 0)
+    backward(reference, 0)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    torch.testing.assert_close(model.clip_grad_norm_(0.5), expected)
+
+
+@both_views
+@on_ranks(2)
+def test_double_parameters_are_clipped_in_double(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = wrap(plain().double(), use_orig_params), plain().double()
+    for one in (model, reference):
+        one(torch.ones(2, WIDTH, dtype=torch.float64)).square().sum().backward()
+    norm = model.clip_grad_norm_(0.5)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.5), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("which", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_norm_after_an_infinity_norm_is_polluted_only_in_torch(rank: int, world_size: int, which: str) -> None:
+    model = wrap(nn.Linear(1, 1, bias=False), True, which, auto_wrap_policy=None)
+    model.module.weight.grad = torch.full((1,), 3.0) if rank == 0 else None
+    model.clip_grad_norm_(100.0, math.inf)
+    norm = model.clip_grad_norm_(100.0, 2.0)
+    assert norm.item() == pytest.approx(math.sqrt(18.0) if which == "torch" else 3.0)
+
+
+@on_ranks(2)
+def test_inner_unit_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    backward(model, rank)
+    with pytest.raises(RuntimeError, match="root"):
+        model.module.blocks[0].clip_grad_norm_(1.0)
+
+
+@on_ranks(2)
+def test_rank_without_gradients_warns_and_returns_fp32(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
+        norm = model.clip_grad_norm_(1.0)
+    assert norm.dtype == torch.float32 and norm.item() == 0.0
+
+
+@on_ranks(2)
+def test_clip_inside_summon_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    with type(model).summon_full_params(model), pytest.raises(ValueError, match="IDLE|summon"):
+        model.clip_grad_norm_(1.0)
+
+
+@both_views
+@on_ranks(2)
+def test_step_after_clipping_equals_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    seen = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(plain(), use_orig_params, which, sharding_strategy=STRATEGIES[0])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(3):
+            backward(model, rank)
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(model.state_dict())
+    assert_same(*seen)

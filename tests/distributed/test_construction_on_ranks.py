@@ -1,0 +1,108 @@
+"""What construction does over real groups: broadcasts, and the groups of hybrid strategies."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import ShardingStrategy
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests.ranks import on_ranks
+
+
+def own_model(rank: int) -> nn.Module:
+    """A model whose values are those of its rank alone."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    with torch.no_grad():
+        for tensor in [*model.parameters(), model[1][1].running_mean]:
+            tensor.fill_(rank + 1)
+    return model
+
+
+def assert_values_of_rank_0(model: FSDP) -> None:
+    for unit in FSDP.fsdp_modules(model):
+        flat_param = unit._flat_param
+        held = flat_param.numel() - flat_param._shard_numel_padded
+        assert flat_param.detach()[:held].eq(1).all()
+    assert model.module[1].module[1].running_mean.tolist() == [1.0] * 4
+
+
+@on_ranks(2)
+def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, world_size: int) -> None:
+    policy = ModuleWrapPolicy({nn.Sequential})
+    assert_values_of_rank_0(FSDP(own_model(rank), auto_wrap_policy=policy, sync_module_states=True))
+
+
+@on_ranks(4)
+def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int, world_size: int) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    model = FSDP(
+        own_model(rank),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+        sync_module_states=True,
+    )
+    assert_values_of_rank_0(model)
+
+
+@on_ranks(4)
+def test_hybrid_strategy_by_policy_groups_the_ranks_of_a_node(rank: int, world_size: int) -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    try:
+        model = FSDP(
+            own_model(rank),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        )
+    finally:
+        del os.environ["LOCAL_WORLD_SIZE"]
+    assert dist.get_process_group_ranks(model.process_group) == ([0, 1] if rank < 2 else [2, 3])
+    assert dist.get_process_group_ranks(model._inter_node_pg) == ([0, 2] if rank % 2 == 0 else [1, 3])
+
+
+def step(model: nn.Module, dtype: torch.dtype) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.linspace(-1, 1, 12, dtype=dtype).view(4, 3)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_model_cast_between_steps_trains_on_in_its_new_dtype(rank: int, world_size: int, use_orig_params: bool) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Tanh()))
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    for dtype in (torch.float32, torch.float64):
+        for trained in (plain, model):
+            trained.to(dtype)
+            step(trained, dtype)
+    with FSDP.summon_full_params(model):
+        assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
+        for (name, expected), (_, actual) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            assert torch.equal(actual, expected), name
+
+
+@on_ranks(2)
+def test_apply_sees_and_keeps_full_parameters(rank: int, world_size: int) -> None:
+    seen = []
+
+    @torch.no_grad()
+    def fill(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            seen.append(tuple(module.weight.shape))
+            module.weight.fill_(7)
+
+    model = FSDP(own_model(rank), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    assert model.apply(fill) is model
+    assert seen == [(4, 3), (4, 4)]
+    assert model._is_root is None
+    with FSDP.summon_full_params(model):
+        assert all(param.eq(7).all() for name, param in model.named_parameters() if param.dim() == 2)

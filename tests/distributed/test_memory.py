@@ -1,0 +1,202 @@
+"""Unsharded parameter storage never exceeds what the sharding strategy promises, by the C runtime's own count of live
+bytes.
+
+The model is a root and BLOCKS blocks, all of one size, so that everything can be said in units.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+
+from tests.models import EqualBlocks
+from tests.ranks import on_ranks
+
+BLOCKS = 6
+ALL = BLOCKS + 1
+WIDTH = 16
+UNIT_NUMEL = WIDTH * WIDTH + WIDTH  # a multiple of the alignment and of two ranks: no padding
+FP32_NBYTES = 4
+BF16_NBYTES = 2
+
+
+class Meter:
+    """Live and peak storage in whole units, over what other models of this process hold."""
+
+    def __init__(self, element_nbytes: int = FP32_NBYTES) -> None:
+        from fsdp_c import _C
+
+        gc.collect()
+        self._native = _C
+        self._base = _C.live_unsharded_nbytes()
+        self._unit = UNIT_NUMEL * element_nbytes
+        self.reset()
+
+    def reset(self) -> None:
+        self._native.peak_unsharded_nbytes(reset=True)
+
+    def live(self) -> float:
+        return (self._native.live_unsharded_nbytes() - self._base) / self._unit
+
+    def peak(self) -> float:
+        return (self._native.peak_unsharded_nbytes() - self._base) / self._unit
+
+
+def build(strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    from fsdp_c import FullyShardedDataParallel
+
+    def wrap(module: nn.Module) -> Any:
+        return FullyShardedDataParallel(
+            module, sharding_strategy=ShardingStrategy[strategy], device_id=torch.device("cpu"), **arguments
+        )
+
+    model = EqualBlocks(BLOCKS, WIDTH)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = wrap(block)
+    return wrap(model)
+
+
+def batch() -> torch.Tensor:
+    return torch.ones(2, WIDTH)
+
+
+both = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@both
+@on_ranks(2)
+def test_construction_leaves_no_unsharded_storage(rank: int, world_size: int, use_orig_params: bool) -> None:
+    meter = Meter()
+    model = build(use_orig_params=use_orig_params)
+    assert meter.live() == 0
+    assert sum(parameter.numel() for parameter in model.parameters()) == ALL * UNIT_NUMEL // world_size
+
+
+@both
+@on_ranks(2)
+def test_full_shard_forward_holds_the_root_and_one_unit(rank: int, world_size: int, use_orig_params: bool) -> None:
+    meter = Meter()
+    model = build(use_orig_params=use_orig_params)
+    output = model(batch())
+    assert output.requires_grad
+    assert (meter.peak(), meter.live()) == (2, 1)
+
+
+@both
+@on_ranks(2)
+def test_full_shard_forward_prefetch_holds_one_unit_more(rank: int, world_size: int, use_orig_params: bool) -> None:
+    meter = Meter()
+    model = build(use_orig_params=use_orig_params, forward_prefetch=True)
+    for _ in range(3):
+        meter.reset()
+        model(batch()).sum().backward()
+        assert 2 <= meter.peak() <= 3
+
+
+@both
+@pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
+@on_ranks(2)
+def test_full_shard_backward_holds_the_root_the_unit_and_one_prefetched(
+    rank: int, world_size: int, prefetch: BackwardPrefetch | None, use_orig_params: bool
+) -> None:
+    meter = Meter()
+    model = build(use_orig_params=use_orig_params, backward_prefetch=prefetch)
+    for _ in range(3):
+        loss = model(batch()).sum()
+        meter.reset()
+        loss.backward()
+        assert 2 <= meter.peak() <= (3 if prefetch is BackwardPrefetch.BACKWARD_PRE else 2)
+        assert meter.live() == 0
+
+
+@both
+@on_ranks(2)
+def test_shard_grad_op_keeps_every_unit_until_its_backward(rank: int, world_size: int, use_orig_params: bool) -> None:
+    meter = Meter()
+    model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
+    for _ in range(3):
+        meter.reset()
+        loss = model(batch()).sum()
+        assert (meter.peak(), meter.live()) == (ALL, ALL)
+        loss.backward()
+        assert (meter.peak(), meter.live()) == (ALL, 0)
+
+
+@both
+@on_ranks(2)
+def test_no_shard_gathers_nothing(rank: int, world_size: int, use_orig_params: bool) -> None:
+    meter = Meter()
+    model = build("NO_SHARD", use_orig_params=use_orig_params)
+    model(batch()).sum().backward()
+    assert (meter.peak(), meter.live()) == (0, 0)
+
+
+@both
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_mixed_precision_holds_units_of_half_the_bytes(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    meter = Meter(BF16_NBYTES)
+    model = build(strategy, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    for _ in range(2):
+        meter.reset()
+        model(batch()).sum().backward()
+        assert meter.peak() <= (3 if strategy == "FULL_SHARD" else ALL)
+        assert meter.live() == 0
+
+
+@both
+@on_ranks(2)
+def test_full_shard_frees_units_in_no_sync_and_shard_grad_op_keeps_them(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    for strategy, kept in (("FULL_SHARD", 0), ("SHARD_GRAD_OP", ALL)):
+        meter = Meter()
+        model = build(strategy, use_orig_params=use_orig_params)
+        with model.no_sync():
+            model(batch()).sum().backward()
+        assert meter.live() == kept, strategy
+        model(batch()).sum().backward()
+        assert meter.live() == 0, strategy
+
+
+@both
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_forward_without_gradients_leaves_nothing_gathered(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    meter = Meter()
+    model = build(strategy, use_orig_params=use_orig_params)
+    with torch.no_grad():
+        model(batch())
+    assert meter.live() == 0
+
+
+@both
+@on_ranks(2)
+def test_summon_full_params_holds_everything_and_gives_it_back(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    meter = Meter()
+    model = build(use_orig_params=use_orig_params)
+    with type(model).summon_full_params(model):
+        assert meter.live() == ALL
+    assert meter.live() == 0
+
+
+@on_ranks(2)
+def test_a_dropped_model_gives_its_storage_back(rank: int, world_size: int) -> None:
+    meter = Meter()
+    model = build("SHARD_GRAD_OP")
+    output = model(batch())
+    assert meter.live() == ALL
+    del model, output
+    gc.collect()
+    assert meter.live() == 0

@@ -1,0 +1,434 @@
+"""FULL_STATE_DICT: names, values, memory and errors, next to torch's FSDP1 and to the unwrapped model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import on_ranks
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def plain(seed: int = 0, **options: Any) -> Net:
+    torch.manual_seed(seed)
+    return Net(2, tied_head=True, tied=True, **options)
+
+
+def wrap(module: nn.Module, use_orig_params: bool = True, which: str = "fsdp_c", **options: Any) -> Any:
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")} | options
+    if isinstance(options.get("sharding_strategy"), str):
+        options["sharding_strategy"] = ShardingStrategy[options["sharding_strategy"]]
+    return implementation(which)(module, use_orig_params=use_orig_params, **options)
+
+
+def train(model: nn.Module, rank: int, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def full_state_dict(model: Any, **config: Any) -> dict[str, Tensor]:
+    with type(model).state_dict_type(model, FULL, FullStateDictConfig(**config)):
+        return model.state_dict()
+
+
+def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    assert sorted(expected) == sorted(actual)
+    different = [key for key in expected if not same_bits(expected[key], actual[key])]
+    assert not different
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_saved_dict_equals_torchs_after_training(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    saved = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
+        train(model, rank)
+        saved.append(full_state_dict(model))
+    assert_same(*saved)
+    if use_orig_params:
+        assert list(saved[1]) == list(plain().state_dict())
+
+
+@both_views
+@on_ranks(2)
+def test_saved_dict_under_mixed_precision_equals_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    saved = []
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    for which in ("torch", "fsdp_c"):
+        model = wrap(plain(), use_orig_params, which, mixed_precision=precision)
+        train(model, rank)
+        saved.append(full_state_dict(model))
+        assert model._fsdp_wrapped_module.blocks[0].scale.dtype == torch.bfloat16
+    assert saved[1]["blocks.0.scale"].dtype == torch.float32
+    assert_same(*saved)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_saved_dict_is_the_plain_models(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    assert_same(plain().state_dict(), full_state_dict(wrap(plain(), use_orig_params, sharding_strategy=strategy)))
+
+
+@both_views
+@on_ranks(2)
+def test_names_skip_checkpoint_wrappers_around_and_inside_units(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    module = plain()
+    expected = module.state_dict()
+    module.blocks[0] = checkpoint_wrapper(wrap(module.blocks[0], use_orig_params, auto_wrap_policy=None))
+    module.blocks[1] = wrap(checkpoint_wrapper(module.blocks[1]), use_orig_params, auto_wrap_policy=None)
+    module.inp = checkpoint_wrapper(module.inp)
+    model = wrap(module, use_orig_params, auto_wrap_policy=None)
+    saved = full_state_dict(model)
+    assert_same(expected, saved)
+    with torch.no_grad():
+        for value in saved.values():
+            value.add_(1)
+    model.load_state_dict(saved)
+    assert_same(saved, full_state_dict(model))
+
+
+@pytest.mark.parametrize("source", ["torch", "fsdp_c", "plain"])
+@pytest.mark.parametrize("target", ["torch", "fsdp_c", "plain"])
+@both_views
+@on_ranks(2)
+def test_dict_loads_into_every_implementation(
+    rank: int, world_size: int, source: str, target: str, use_orig_params: bool
+) -> None:
+    def build(which: str, seed: int) -> nn.Module:
+        return plain(seed) if which == "plain" else wrap(plain(seed), use_orig_params, which)
+
+    saved = build(source, 1).state_dict()
+    model = build(target, 2)
+    result = model.load_state_dict(saved)
+    assert result.missing_keys == [] and result.unexpected_keys == []
+    assert_same(plain(1).state_dict(), saved)
+    assert_same(saved, model.state_dict())
+
+
+@both_views
+@on_ranks(2)
+def test_training_goes_on_after_save_and_load_as_torchs_does(rank: int, world_size: int, use_orig_params: bool) -> None:
+    saved = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(plain(), use_orig_params, which)
+        train(model, rank)
+        full_state_dict(model)
+        train(model, rank)
+        model.load_state_dict(plain(5).state_dict())
+        train(model, rank)
+        saved.append(full_state_dict(model))
+    assert_same(*saved)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_values_own_their_memory(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
+    saved = model.state_dict(keep_vars=True)
+    before = {key: value.clone() for key, value in saved.items()}
+    train(model, rank)
+    assert_same(before, saved)
+    params = [saved[name] for name, _ in plain().named_parameters(remove_duplicate=False)]
+    assert len({memory(value) for value in params}) == len(params)
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in params)
+    assert not any(value.requires_grad or isinstance(value, nn.Parameter) for value in params)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_offload_on_cpu_gives_live_values(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
+    assert_same(plain().state_dict(), full_state_dict(model, offload_to_cpu=True))
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    module = plain()
+    model = wrap(module, use_orig_params, sharding_strategy=strategy, ignored_states=[module.inp.bias])
+    saved = full_state_dict(model, offload_to_cpu=True, rank0_only=True)
+    if rank == 0:
+        assert_same(plain().state_dict(), saved)
+    else:
+        assert list(saved) == ["inp.bias"]
+
+
+@both_views
+@on_ranks(2)
+def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
+    from fsdp_c import _C
+
+    model = wrap(plain(), use_orig_params)
+    train(model, rank)
+    largest = max(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model)) * 4
+    _C.peak_unsharded_nbytes(reset=True)
+    full_state_dict(model)
+    assert 0 < _C.peak_unsharded_nbytes() <= largest
+    assert _C.live_unsharded_nbytes() == 0
+
+
+@both_views
+@on_ranks(2)
+def test_gradients_and_optimizer_views_survive_a_save(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    before = [(id(param), memory(param), param.grad) for param in model.parameters()]
+    grads = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    full_state_dict(model)
+    after = [(id(param), memory(param), param.grad) for param in model.parameters()]
+    assert [entry[:2] for entry in before] == [entry[:2] for entry in after]
+    grads_after = [entry[2] for entry in after if entry[2] is not None]
+    assert grads and all(torch.equal(*pair) for pair in zip(grads, grads_after, strict=True))
+
+
+@both_views
+@on_ranks(2)
+def test_wrong_shape_names_the_entry_and_loads_nothing(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    other = plain(3).state_dict()
+    other["blocks.1.down.weight"] = other["blocks.1.down.weight"][:1]
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="size mismatch for blocks.1.down.weight"):
+            model.load_state_dict(other, strict=strict)
+    assert_same(plain().state_dict(), full_state_dict(model))
+    model.load_state_dict(plain(3).state_dict())
+    assert_same(plain(3).state_dict(), full_state_dict(model))
+
+
+@both_views
+@on_ranks(2)
+def test_strict_load_names_missing_and_unexpected_keys_as_the_user_does(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = wrap(plain(), use_orig_params)
+    other = plain(3).state_dict()
+    del other["blocks.0.up.bias"]
+    other["blocks.1.nothing"] = torch.zeros(1)
+    result = model.load_state_dict(other, strict=False)
+    assert result.missing_keys == ["blocks.0.up.bias"] and result.unexpected_keys == ["blocks.1.nothing"]
+    expected = plain(3).state_dict() | {"blocks.0.up.bias": plain().state_dict()["blocks.0.up.bias"]}
+    assert_same(expected, full_state_dict(model))
+    with pytest.raises(RuntimeError, match="blocks.0.up.bias") as caught:
+        model.load_state_dict(other)
+    assert "_fsdp_wrapped_module" not in str(caught.value)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_load_with_assign_keeps_the_values(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
+    model.load_state_dict(plain(3).state_dict(), assign=True)
+    train(model, rank)
+    reference = wrap(plain(3), use_orig_params, sharding_strategy=strategy)
+    train(reference, rank)
+    assert_same(full_state_dict(reference), full_state_dict(model))
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
+@on_ranks(2)
+def test_other_kinds_can_be_selected_but_name_full_as_the_remedy(rank: int, world_size: int, kind: str) -> None:
+    model = wrap(plain())
+    with type(model).state_dict_type(model, StateDictType[kind]):
+        assert type(model).get_state_dict_type(model).state_dict_type == StateDictType[kind]
+        with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
+            model.state_dict()
+        with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
+            model.load_state_dict(plain().state_dict())
+    assert_same(plain().state_dict(), model.state_dict())
+
+
+@on_ranks(2)
+def test_no_shard_warns_and_is_full_whatever_is_selected(rank: int, world_size: int) -> None:
+    model = wrap(plain(), sharding_strategy="NO_SHARD")
+    with (
+        type(model).state_dict_type(model, SHARDED),
+        pytest.warns(UserWarning, match="full_state_dict will be returned"),
+    ):
+        saved = model.state_dict()
+    assert_same(plain().state_dict(), saved)
+
+
+@on_ranks(2)
+def test_state_dict_type_is_restored_when_the_body_raises(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    config = FullStateDictConfig(rank0_only=True)
+    with pytest.raises(ZeroDivisionError), type(model).state_dict_type(model, FULL, config):
+        assert all(unit._state_dict_config is config for unit in type(model).fsdp_modules(model))
+        raise ZeroDivisionError
+    assert type(model).get_state_dict_type(model).state_dict_config == FullStateDictConfig()
+
+
+@on_ranks(2)
+def test_selection_returns_the_previous_settings_and_warns(rank: int, world_size: int) -> None:
+    holder = nn.Sequential(wrap(plain()), nn.Linear(1, 1))
+    fsdp = implementation("fsdp_c")
+    with pytest.warns(
+        FutureWarning, match=r"FSDP.state_dict_type\(\) and FSDP.set_state_dict_type\(\) are being deprecated"
+    ):
+        previous = fsdp.set_state_dict_type(holder, SHARDED)
+    assert (previous.state_dict_type, previous.state_dict_config) == (FULL, FullStateDictConfig())
+    current = fsdp.get_state_dict_type(holder)
+    assert type(current.state_dict_config) is ShardedStateDictConfig
+    assert type(current.optim_state_dict_config) is ShardedOptimStateDictConfig
+    assert fsdp.get_state_dict_type(nn.Linear(1, 1)) is None
+    assert fsdp.set_state_dict_type(nn.Linear(1, 1), FULL).state_dict_type is None
+
+
+@on_ranks(2)
+def test_config_of_another_type_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    with pytest.raises(RuntimeError, match="state_dict_config of type .*Full"):
+        type(model).set_state_dict_type(model, FULL, ShardedStateDictConfig())
+    with pytest.raises(RuntimeError, match="optim_state_dict_config of type .*Sharded"):
+        type(model).set_state_dict_type(model, SHARDED, ShardedStateDictConfig(), FullOptimStateDictConfig())
+    assert type(model).get_state_dict_type(model).state_dict_type == FULL
+
+
+@on_ranks(2)
+def test_units_that_disagree_are_refused(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    type(model).set_state_dict_type(model.module.blocks[0], FULL, FullStateDictConfig(rank0_only=True))
+    with pytest.raises(AssertionError, match="same state dict settings"):
+        type(model).get_state_dict_type(model)
+    type(model).set_state_dict_type(model.module.blocks[0], SHARDED)
+    with pytest.raises(AssertionError, match="same state_dict_type"):
+        type(model).set_state_dict_type(model, FULL)
+
+
+@both_views
+@on_ranks(2)
+def test_state_dict_of_an_inner_unit_does_not_make_it_a_root(rank: int, world_size: int, use_orig_params: bool) -> None:
+    saved = []
+    for peek in (False, True):
+        model = wrap(plain(), use_orig_params)
+        inner = model.module.blocks[1]
+        if peek:
+            assert_same(plain().blocks[1].state_dict(), inner.state_dict())
+            inner.load_state_dict(plain().blocks[1].state_dict())
+            assert inner._unit.is_root is None
+        train(model, rank)
+        saved.append(full_state_dict(model))
+        assert model._unit.is_root and not inner._unit.is_root
+    assert_same(*saved)
+
+
+@both_views
+@on_ranks(2)
+def test_state_dict_inside_summon_full_params_holds_the_edits(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = wrap(plain(), use_orig_params)
+    expected = plain().state_dict()
+    expected["head.bias"] = expected["head.bias"] + 1
+    with type(model).summon_full_params(model):
+        with torch.no_grad():
+            model.module.head.bias.add_(1)
+        saved = full_state_dict(model)
+        assert_same(expected, saved)
+        model.load_state_dict(plain(4).state_dict())
+    assert_same(expected, saved)
+    assert_same(plain(4).state_dict(), full_state_dict(model))
+
+
+@on_ranks(2)
+def test_state_dict_during_backward_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    output = model(torch.ones(2, WIDTH))
+    seen: list[BaseException] = []
+
+    def save(_: Tensor) -> None:
+        try:
+            model.state_dict()
+        except AssertionError as error:
+            seen.append(error)
+
+    output.register_hook(save)
+    output.sum().backward()
+    assert len(seen) == 1 and "IDLE" in str(seen[0])
+    full_state_dict(model)
+
+
+class Refuses(nn.Module):
+    """Saving it fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def get_extra_state(self) -> object:
+        raise ZeroDivisionError
+
+    def set_extra_state(self, state: object) -> None: ...
+
+
+@on_ranks(2)
+def test_unit_left_open_by_a_failed_save_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(Refuses(), auto_wrap_policy=None)
+    with pytest.raises(ZeroDivisionError):
+        model.state_dict()
+    with pytest.raises(AssertionError, match="still open"):
+        model.state_dict()
+
+
+@on_ranks(2)
+def test_expected_name_missing_from_the_dict_is_named(rank: int, world_size: int) -> None:
+    module = plain()
+
+    def drop(_: nn.Module, state: dict[str, Tensor], prefix: str, __: object) -> None:
+        del state[prefix + "up.weight"]
+
+    module.blocks[0]._register_state_dict_hook(drop)
+    model = wrap(module)
+    with pytest.raises(AssertionError, match="blocks.0.up.weight"):
+        model.state_dict()
+
+
+@on_ranks(2)
+def test_saving_warns_of_nothing_when_sharded(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved = model.state_dict()
+        model.load_state_dict(saved)

@@ -1,0 +1,304 @@
+"""summon_full_params: what it shows, keeps and refuses, next to torch's FSDP1 and to the unwrapped model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision
+
+from tests.distributed.test_state_dict import (
+    all_strategies,
+    assert_same,
+    both_views,
+    full_state_dict,
+    plain,
+    train,
+    wrap,
+)
+from tests.models import WIDTH, Block
+from tests.parity.engine import implementation
+from tests.ranks import on_ranks
+
+
+def shown(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def summon(model: Any, **options: Any) -> Any:
+    return implementation("fsdp_c").summon_full_params(model, **options)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_full_parameters_equal_torchs_after_training(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    seen = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(plain(), use_orig_params, which, sharding_strategy=strategy)
+        train(model, rank)
+        with type(model).summon_full_params(model):
+            seen.append(shown(model))
+            assert all(type(param) is nn.Parameter for param in model.parameters())
+    assert list(seen[0]) == list(seen[1])
+    assert_same(*seen)
+
+
+@both_views
+@on_ranks(2)
+def test_names_and_values_are_the_plain_models(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    before = [(name, id(param), tuple(param.shape)) for name, param in model.named_parameters()]
+    with summon(model):
+        assert_same(dict(plain().named_parameters()), shown(model))
+        assert model.module.head.weight is model.module.inp.weight
+        if use_orig_params:
+            assert {id(param) for param in model.parameters()} == {entry[1] for entry in before}
+    assert [(name, id(param), tuple(param.shape)) for name, param in model.named_parameters()] == before
+
+
+@both_views
+@on_ranks(2)
+def test_parameters_are_shown_in_full_precision_under_mixed_precision(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = wrap(plain(), use_orig_params, mixed_precision=MixedPrecision(torch.bfloat16))
+    model(torch.ones(2, WIDTH))
+    with summon(model):
+        assert_same(dict(plain().named_parameters()), shown(model))
+
+
+@all_strategies
+@both_views
+@pytest.mark.parametrize("writeback", [True, False])
+@on_ranks(2)
+def test_edits_persist_with_writeback_or_where_nothing_is_sharded(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, writeback: bool
+) -> None:
+    model = wrap(plain(), use_orig_params, sharding_strategy=strategy)
+    with summon(model, writeback=writeback), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    kept = writeback or strategy == "NO_SHARD"
+    expected = plain()
+    with torch.no_grad():
+        for param in expected.parameters():
+            param.mul_(2 if kept else 1)
+    assert_same(expected.state_dict(), full_state_dict(model))
+    reference = wrap(expected, use_orig_params, sharding_strategy=strategy)
+    train(model, rank)
+    train(reference, rank)
+    assert_same(full_state_dict(reference), full_state_dict(model))
+
+
+@both_views
+@on_ranks(2)
+def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    sharded = {name.replace("_fsdp_wrapped_module.", ""): value for name, value in shown(model).items()}
+    with summon(model, rank0_only=True, writeback=False):
+        assert_same(dict(plain().named_parameters()) if rank == 0 else sharded, shown(model))
+    assert_same(plain().state_dict(), full_state_dict(model))
+
+
+@both_views
+@on_ranks(2)
+def test_offload_to_cpu_on_the_cpu_shows_live_values_and_keeps_edits(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = wrap(plain(), use_orig_params)
+    with pytest.warns(UserWarning, match="rank0_only=True"), summon(model, offload_to_cpu=True):
+        assert_same(dict(plain().named_parameters()), shown(model))
+        with torch.no_grad():
+            model.module.inp.bias.fill_(3)
+    assert_same(plain().state_dict() | {"inp.bias": torch.full((WIDTH,), 3.0)}, full_state_dict(model))
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+@both_views
+@on_ranks(2)
+def test_copies_of_an_offload_carry_their_edits_back(
+    rank: int, world_size: int, use_orig_params: bool, writeback: bool
+) -> None:
+    from fsdp_c import _C, unshard_params
+
+    model = wrap(plain(), use_orig_params, auto_wrap_policy=None)
+    model._lazy_init()
+    model._handle.summon_enter(writeback)
+    with unshard_params._offloaded(model._handle, writeback):
+        assert _C.live_unsharded_nbytes() == 0
+        assert torch.equal(model.module.inp.bias, plain().inp.bias)
+        with torch.no_grad():
+            model.module.inp.bias.fill_(3)
+    model._handle.summon_exit()
+    bias = torch.full((WIDTH,), 3.0) if writeback else plain().inp.bias.detach()
+    assert_same(plain().state_dict() | {"inp.bias": bias}, full_state_dict(model))
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_full_gradients_and_edits_of_them_equal_torchs(
+    rank: int, world_size: int, strategy: str, writeback: bool
+) -> None:
+    seen = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(plain(extra=True), True, which, sharding_strategy=strategy)
+        model(torch.arange(2.0 * WIDTH).view(2, WIDTH) * (rank + 1)).sum().backward()
+        with type(model).summon_full_params(model, with_grads=True, writeback=writeback), torch.no_grad():
+            grads = {name: param.grad for name, param in model.named_parameters()}
+            record = {f"inside {name}": grad.clone() for name, grad in grads.items() if grad is not None}
+            for grad in grads.values():
+                if grad is not None:
+                    grad.mul_(3)
+        after = {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+        seen.append(record | after)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        seen[-1].update(full_state_dict(model))
+    assert len(seen[0]) > 10
+    assert_same(*seen)
+
+
+@on_ranks(2)
+def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    model(torch.ones(2, WIDTH)).sum().backward()
+    sharded = [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+    with summon(model, with_grads=True, rank0_only=True, writeback=False):
+        if rank == 0:
+            assert all(param.grad.shape == param.shape for param in model.parameters())
+        else:
+            assert all(param.dim() == 1 for param in model.parameters())
+    after = [param.grad for param in model.parameters()]
+    assert [grad is None for grad in after] == [grad is None for grad in sharded]
+    assert all(torch.equal(*pair) for pair in zip(after, sharded, strict=True) if pair[0] is not None)
+
+
+@both_views
+@on_ranks(2)
+def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    from fsdp_c import _C
+
+    model = wrap(plain(), use_orig_params)
+    whole = sum(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model)) * 4
+    with summon(model):
+        assert _C.live_unsharded_nbytes() == whole
+    assert _C.live_unsharded_nbytes() == 0
+
+
+@both_views
+@on_ranks(2)
+def test_without_recurse_only_the_unit_itself_is_shown(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    with summon(model, recurse=False):
+        assert model.module.inp.weight.shape == (WIDTH, WIDTH)
+        assert all(param.dim() == 1 for param in model.module.blocks.parameters())
+    holder = nn.Sequential(model)
+    with summon(holder, recurse=False):
+        assert all(param.dim() == 1 for param in model.parameters())
+    with summon(holder):
+        assert model.module.blocks[0].up.weight.shape == plain().blocks[0].up.weight.shape
+
+
+@both_views
+@on_ranks(2)
+def test_summon_of_an_inner_unit_does_not_make_it_a_root(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    inner = model.module.blocks[0]
+    with summon(inner):
+        assert_same(dict(plain().blocks[0].named_parameters()), shown(inner))
+    assert inner._unit.is_root is None
+    train(model, rank)
+    assert model._unit.is_root and not inner._unit.is_root
+
+
+@pytest.mark.parametrize(
+    ("options", "use_orig_params", "text"),
+    [
+        ({"with_grads": True}, False, "use_orig_params=False"),
+        ({"with_grads": True, "offload_to_cpu": True}, True, "offload_to_cpu=True"),
+        ({"rank0_only": True}, True, "writeback=True and rank0_only=True"),
+    ],
+)
+@on_ranks(2)
+def test_combination_without_meaning_is_refused(
+    rank: int, world_size: int, options: dict[str, bool], use_orig_params: bool, text: str
+) -> None:
+    model = wrap(plain(), use_orig_params)
+    with pytest.raises(NotImplementedError, match=text), summon(model, **options):
+        pass
+
+
+@on_ranks(2)
+def test_offload_of_what_is_not_sharded_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(plain(), sharding_strategy="NO_SHARD")
+    with pytest.raises(NotImplementedError, match="NO_SHARD"), summon(model, offload_to_cpu=True):
+        pass
+
+
+@on_ranks(2)
+def test_nested_summon_is_refused_and_leaves_the_outer_one_intact(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    with summon(model):
+        with pytest.raises(AssertionError, match="already unsharding"), summon(model):
+            pass
+        assert_same(dict(plain().named_parameters()), shown(model))
+    train(model, rank)
+
+
+class Summons(nn.Module):
+    """Calls summon_full_params in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.unit: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with summon(self.unit[0]):
+            return self.layer(x)
+
+
+@on_ranks(2)
+def test_summon_in_forward_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(Summons(), auto_wrap_policy=None)
+    model.module.unit.append(model)
+    with pytest.raises(AssertionError, match="during forward/backward"):
+        model(torch.ones(1, WIDTH))
+
+
+@both_views
+@on_ranks(2)
+def test_exception_in_the_body_leaves_the_parameters_sharded(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params)
+    with pytest.raises(ZeroDivisionError), summon(model):
+        raise ZeroDivisionError
+    assert all(param.dim() == 1 for param in model.parameters())
+    train(model, rank)
+
+
+@both_views
+@on_ranks(2)
+def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
+    output = model(torch.ones(2, WIDTH))
+    with summon(model):
+        pass
+    output.sum().backward()
+    reference = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
+    reference(torch.ones(2, WIDTH)).sum().backward()
+    pairs = zip(model.parameters(), reference.parameters(), strict=True)
+    assert all(ours.grad is None if one.grad is None else torch.equal(ours.grad, one.grad) for ours, one in pairs)
+
+
+@on_ranks(2)
+def test_module_without_units_is_left_alone(rank: int, world_size: int) -> None:
+    block = Block()
+    with summon(block):
+        assert_same(dict(block.named_parameters()), shown(block))

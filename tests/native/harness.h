@@ -1,0 +1,42 @@
+/* A test is a function of checks; the first that fails names its line and ends the program with 1.
+ * test_native.py compiles each test_*.c with the csrc files its "links:" comment names, and runs it. */
+#ifndef FSDP_TESTS_NATIVE_HARNESS_H
+#define FSDP_TESTS_NATIVE_HARNESS_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s: failed: %s\n", __FILE__, __LINE__, __func__, #condition);                      \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#define CHECK_EQUAL(actual, expected)                                                                                  \
+    do {                                                                                                               \
+        const long long actual_ = (actual), expected_ = (expected);                                                    \
+        if (actual_ != expected_) {                                                                                    \
+            fprintf(stderr, "%s:%d: %s: %s is %lld, expected %lld\n", __FILE__, __LINE__, __func__, #actual, actual_,  \
+                    expected_);                                                                                        \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
+    } while (0)
+
+#define RUN(test)                                                                                                      \
+    do {                                                                                                               \
+        test();                                                                                                        \
+        printf("passed %s\n", #test);                                                                                  \
+    } while (0)
+
+/* Uniform in [0, bound); xorshift, so that every run and machine draws the same. */
+static inline int64_t random_below(uint64_t *state, int64_t bound) {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return (int64_t)(*state % (uint64_t)bound);
+}
+
+#endif

@@ -1,0 +1,59 @@
+"""Compiles each native C program with sanitizers, where the compiler has them, and runs it."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NATIVE = Path(__file__).resolve().parent
+CSRC = NATIVE.parents[1] / "csrc"
+PROGRAMS = sorted(NATIVE.glob("test_*.c"))
+STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
+SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = shutil.which(os.environ.get("CC", "cc"))
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.fixture(scope="module")
+def sanitizers(compiler: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The sanitizer flags, or nothing where the compiler or its runtime lacks them."""
+    folder = tmp_path_factory.mktemp("sanitizers")
+    (folder / "empty.c").write_text("int main(void) { return 0; }\n")
+    command = [compiler, *SANITIZE, str(folder / "empty.c"), "-o", str(folder / "empty")]
+    compiled = subprocess.run(command, capture_output=True).returncode == 0
+    return SANITIZE if compiled and run(folder / "empty").returncode == 0 else []
+
+
+def run(program: Path) -> subprocess.CompletedProcess[str]:
+    """Run without what the environment may preload: a sanitizer's runtime has to come first."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    # the leak check needs ptrace, which containers refuse: the programs count their allocations instead
+    environment["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
+    return subprocess.run([program], capture_output=True, text=True, env=environment, timeout=120)
+
+
+def linked_sources(source: Path) -> list[str]:
+    """The files under csrc that the program's ``links:`` comment names."""
+    links = re.match(r"/\* links: ([^*]+) \*/", source.read_text())
+    assert links is not None, f"{source.name} must begin with a comment 'links: FILE...', relative to csrc"
+    return [str(CSRC / name) for name in links[1].split()]
+
+
+@pytest.mark.parametrize("source", PROGRAMS, ids=lambda source: source.stem)
+def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str], tmp_path: Path) -> None:
+    program = tmp_path / source.stem
+    flags = [*STRICT, *sanitizers, "-g", "-O1", "-DMEM_FAULTS", f"-I{CSRC}", f"-I{NATIVE}"]
+    command = [compiler, *flags, str(source), *linked_sources(source), "-lm", "-lpthread", "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    result = run(program)
+    assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,278 @@
+"""Test bodies on ranks: processes that stay alive between tests, one gloo group per world size.
+
+``@on_ranks(2)`` turns a module-level ``def test_x(rank, world_size, ...)`` into a pytest test. The body is shipped by
+import path with its pickled arguments and runs on every rank. An exception on a rank fails the test with that rank's
+traceback; a rank that dies or outlives the timeout is named, with its stack. After any failure the processes are
+replaced, since nobody knows what their group still holds.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DEFAULT_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
+GRACE_S = 3.0  # what the other ranks get to finish once one has failed
+STACK_WAIT_S = 2.0
+LOG_TAIL_CHARS = 4000
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "pytest"]
+
+
+class RankFailure(AssertionError):
+    """A body raised on some rank; the message holds each rank's traceback."""
+
+
+class RankHang(RankFailure):
+    """Some rank did not finish in time, or its process died; the message names it and shows its stack."""
+
+
+@dataclass
+class Outcome:
+    """What one rank made of a body: exactly one of a value, a skip reason or an error text."""
+
+    value: Any = None
+    skipped: str | None = None
+    error: str | None = None
+    headline: str = ""  # the error in one line
+
+
+@dataclass
+class Rank:
+    """One process and this side's end of its pipe."""
+
+    index: int
+    process: multiprocessing.process.BaseProcess
+    connection: Connection
+    log: Path
+
+    def describe_exit(self) -> str:
+        code = self.process.exitcode
+        return (
+            f"died with {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        )
+
+    def log_tail(self) -> str:
+        return self.log.read_text(errors="replace")[-LOG_TAIL_CHARS:] if self.log.exists() else ""
+
+
+# ----------------------------------------------------------------- the rank's side
+
+
+def _body(module: str, name: str) -> Callable[..., Any]:
+    found = getattr(importlib.import_module(module), name)
+    return getattr(found, "rank_body", found)
+
+
+def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Outcome:
+    import torch
+
+    torch.manual_seed(0)
+    try:
+        return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
+    except pytest.skip.Exception as skip:
+        return Outcome(skipped=str(skip.msg))
+    except BaseException as error:
+        headline = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+        return Outcome(error=traceback.format_exc(), headline=headline)
+
+
+def _serve(index: int, world_size: int, port: int, log: str, path: list[str], connection: Connection) -> None:
+    """The life of a rank: join the group, then run bodies until the pipe closes."""
+    import faulthandler
+    import warnings
+    from datetime import timedelta
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.enable(file=descriptor)
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=False)
+    sys.path[:] = path
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", TORCH_CPP_LOG_LEVEL="ERROR", RANK=str(index), WORLD_SIZE=str(world_size))
+    import torch
+    import torch.distributed as dist
+    from _pytest.config import _prepareconfig
+
+    _prepareconfig(["--noconftest", "-c", os.devnull])  # pytest's import hook: failing asserts show values
+    warnings.filterwarnings("ignore", category=UserWarning)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S))
+    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30))
+    connection.send(Outcome())
+    while True:
+        try:
+            module, name, kwargs = connection.recv()
+        except EOFError:
+            os._exit(0)
+        outcome = _run_body(module, name, index, world_size, kwargs)
+        try:
+            connection.send(outcome)
+        except Exception:
+            connection.send(Outcome(error=traceback.format_exc(), headline="the body's result cannot be pickled"))
+
+
+# ----------------------------------------------------------------- pytest's side
+
+
+@dataclass
+class RankPool:
+    """``world_size`` live processes in one gloo group; started on first use, replaced after a failure."""
+
+    world_size: int
+    ranks: list[Rank] = field(default_factory=list)
+    starts: int = 0
+    _store: Any = None
+
+    def start(self) -> None:
+        import torch.distributed as dist
+
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+        folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self.starts += 1
+        for index in range(self.world_size):
+            here, there = context.Pipe()
+            log = folder / f"rank{index}.log"
+            arguments = (index, self.world_size, self._store.port, str(log), list(sys.path), there)
+            process = context.Process(
+                target=_serve, args=arguments, daemon=True, name=f"rank{index}of{self.world_size}"
+            )
+            process.start()
+            there.close()
+            self.ranks.append(Rank(index, process, here, log))
+        self._collect("start of the ranks", START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """End the processes by force: a rank inside a collective cannot be asked."""
+        for rank in self.ranks:
+            rank.connection.close()
+            rank.process.kill()
+        for rank in self.ranks:
+            rank.process.join()
+            rank.log.unlink(missing_ok=True)
+        if self.ranks:
+            self.ranks[0].log.parent.rmdir()
+        self.ranks = []
+        self._store = None
+
+    def run(
+        self, module: str, name: str, kwargs: dict[str, Any] | None = None, timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> list[Any]:
+        """Run ``module.name(rank, world_size, **kwargs)`` on all ranks; the values by rank.
+
+        Raises RankFailure when a rank raised, RankHang when one died or did not finish in ``timeout_s`` seconds.
+        """
+        try:
+            if not self.ranks:
+                self.start()
+            for rank in self.ranks:
+                rank.connection.send((module, name, kwargs or {}))
+            outcomes = self._collect(f"{module}.{name}", timeout_s)
+        except BaseException:  # also an interrupt: answers that are still under way must not meet the next body
+            self.close()
+            raise
+        reasons = {outcome.skipped for outcome in outcomes}
+        if None not in reasons:
+            pytest.skip(" / ".join(sorted(str(reason) for reason in reasons)))
+        if len(reasons) > 1:
+            raise RankFailure(f"{module}.{name}: some ranks skipped and others did not: {reasons}")
+        return [outcome.value for outcome in outcomes]
+
+    def _collect(self, what: str, timeout_s: float) -> list[Outcome]:
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        while len(outcomes) < self.world_size:
+            waiting = [rank for rank in self.ranks if rank.index not in outcomes]
+            ready = wait([rank.connection for rank in waiting], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in waiting:
+                if rank.connection in ready:
+                    outcomes[rank.index] = self._receive(rank)
+            if not failed and any(outcome.error for outcome in outcomes.values()):
+                failed = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        missing = [rank for rank in self.ranks if rank.index not in outcomes]
+        if failed:
+            raise RankFailure(self._failure_text(what, outcomes, missing))
+        if missing:
+            raise RankHang(self._hang_text(what, timeout_s, missing))
+        return [outcomes[index] for index in range(self.world_size)]
+
+    def _receive(self, rank: Rank) -> Outcome:
+        try:
+            return rank.connection.recv()
+        except (EOFError, ConnectionResetError):
+            rank.process.join(STACK_WAIT_S)
+            return Outcome(error=rank.log_tail() or "nothing logged", headline=f"the process {rank.describe_exit()}")
+
+    def _failure_text(self, what: str, outcomes: dict[int, Outcome], missing: list[Rank]) -> str:
+        failed = {index: outcome for index, outcome in sorted(outcomes.items()) if outcome.error}
+        parts = [f"{what} failed on rank {index} of {self.world_size}: {one.headline}" for index, one in failed.items()]
+        parts += [f"--- rank {index}\n{one.error}" for index, one in failed.items()]
+        if missing:
+            parts.append(self._hang_text(what, GRACE_S, missing))
+        return "\n".join(parts)
+
+    def _hang_text(self, what: str, seconds: float, missing: list[Rank]) -> str:
+        for rank in missing:
+            os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(STACK_WAIT_S / 4)
+        names = ", ".join(str(rank.index) for rank in missing)
+        parts = [f"{what}: rank {names} of {self.world_size} still running after {seconds:g} s"]
+        parts += [f"--- rank {rank.index}: log and stack\n{rank.log_tail()}" for rank in missing]
+        return "\n".join(parts)
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def pool(world_size: int) -> RankPool:
+    """The pool of this session for a world size."""
+    return _pools.setdefault(world_size, RankPool(world_size))
+
+
+def close_pools() -> None:
+    """End all rank processes of this session."""
+    for one in _pools.values():
+        one.close()
+
+
+def on_ranks(
+    world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Make a test of ``body(rank, world_size, **arguments)``; pytest supplies the picklable arguments."""
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., None]:
+        parameters = list(inspect.signature(body).parameters.values())
+        if [parameter.name for parameter in parameters[:2]] != ["rank", "world_size"]:
+            raise TypeError(f"{body.__qualname__} must take rank and world_size first")
+
+        @functools.wraps(body)
+        def test(**arguments: Any) -> None:
+            pool(world_size).run(body.__module__, body.__name__, arguments, timeout_s)
+
+        test.__signature__ = inspect.Signature(parameters[2:])  # type: ignore[attr-defined]
+        test.rank_body = body  # type: ignore[attr-defined]
+        return pytest.mark.timeout(timeout_s + START_TIMEOUT_S)(test)
+
+    return decorate

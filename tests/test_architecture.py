@@ -1,0 +1,254 @@
+"""The three rules of the architecture, read off the sources: one way down, one owner of state, C knows what C needs.
+
+Each check takes a tree and returns its violations, so that planted ones show that it can fail.
+"""
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime", "python")
+WITHOUT_PYTHON = ("base", "layout", "kernels")
+STATE_OWNERS = {"param_state": {"handle"}, "training_state": {"handle", "runtime"}}
+LIBTORCH_NAME = re.compile(
+    r"\b(aoti_\w+|AtenTensorHandle|StableListHandle|StringHandle|torch_(?:library|call|parallel|exception|list|dtype)\w*)\b"
+)
+Check = Callable[[Path], list[str]]
+
+
+def c_files(root: Path) -> dict[str, str]:
+    """The C sources and headers without their comments, by their path under csrc/."""
+    files = sorted(path for path in (root / "csrc").rglob("*") if path.suffix in (".c", ".h", ".cu"))
+    return {path.relative_to(root / "csrc").as_posix(): without_comments(path.read_text()) for path in files}
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL)
+
+
+def layer_of(name: str) -> int:
+    """The place of a file in LAYERS, -1 for a folder that is none of them."""
+    folder = name.split("/")[0]
+    return LAYERS.index(folder) if folder in LAYERS else -1
+
+
+def project_includes(name: str, files: dict[str, str]) -> list[str]:
+    """The quoted includes of a file, as paths under csrc/ (a bare name is a neighbour)."""
+    included = re.findall(r'^\s*#\s*include\s+"([^"]+)"', files[name], re.MULTILINE)
+    neighbours = {other: f"{name.rpartition('/')[0]}/{other}" for other in included if "/" not in other}
+    return [neighbours.get(other, other) for other in included]
+
+
+def include_violations(root: Path) -> list[str]:
+    """Includes of a later layer, of something that is not there, and files outside the layers."""
+    files = c_files(root)
+    found = [f"{name} is in no layer" for name in files if layer_of(name) < 0]
+    for name in files:
+        for included in project_includes(name, files):
+            if included not in files:
+                found.append(f"{name} includes {included}, which is not in csrc/")
+            elif layer_of(included) > layer_of(name):
+                found.append(f"{name} includes {included} of a later layer")
+    return found
+
+
+def python_h_violations(root: Path) -> list[str]:
+    return [
+        f"{name} includes Python.h"
+        for name, text in c_files(root).items()
+        if name.split("/")[0] in WITHOUT_PYTHON and re.search(r"#\s*include\s+[<\"]Python\.h", text)
+    ]
+
+
+def reachable_includes(name: str, files: dict[str, str]) -> set[str]:
+    """A file's project includes, and theirs."""
+    reached: set[str] = set()
+    waiting = [name]
+    while waiting:
+        new = [other for other in project_includes(waiting.pop(), files) if other in files and other not in reached]
+        reached.update(new)
+        waiting += new
+    return reached
+
+
+def libtorch_violations(root: Path) -> list[str]:
+    """Names of libtorch before the torch layer, and after it in a file that includes none of that layer's headers."""
+    files = c_files(root)
+    found = []
+    for name, text in files.items():
+        mentioned = LIBTORCH_NAME.search(text)
+        if not mentioned or name.startswith("torch/"):
+            continue
+        through_torch = any(other.startswith("torch/") for other in reachable_includes(name, files))
+        if layer_of(name) < LAYERS.index("torch") or not through_torch:
+            found.append(f"{name} mentions {mentioned[0]}")
+    return found
+
+
+def language_violations(root: Path) -> list[str]:
+    """Files in csrc/ that are neither C nor the CUDA twin of a C kernel."""
+    paths = [path for path in (root / "csrc").rglob("*") if path.is_file()]
+    return [f"{path.relative_to(root)} is not C" for path in paths if path.suffix not in (".c", ".h", ".cu")]
+
+
+def functions_of(text: str) -> Iterator[tuple[str, str]]:
+    """(name, body) of each function definition in C text without comments."""
+    depth, start, head_start, head = 0, 0, 0, ""
+    for position, char in enumerate(text):
+        if char == "{":
+            if depth == 0:
+                start, head = position, text[head_start:position]
+            depth += 1
+        elif char == "}":
+            depth -= 1
+            if depth == 0:
+                head_start = position + 1
+                if name := re.search(r"(\w+)\s*\([^=]*\)\s*$", head):
+                    yield name[1], text[start:position]
+        elif char == ";" and depth == 0:
+            head_start = position + 1
+
+
+def state_violations(root: Path) -> list[str]:
+    """State enums that are not assigned in exactly one function of each layer that owns one, or in any other layer."""
+    found = []
+    for field, owners in STATE_OWNERS.items():
+        writers: dict[str, set[str]] = {layer: set() for layer in owners}
+        for name, text in c_files(root).items():
+            for function, body in functions_of(text):
+                if re.search(rf"(->|\.)\s*{field}\s*=(?!=)", body):
+                    writers.setdefault(name.split("/")[0], set()).add(f"{name}:{function}")
+        for layer, functions in writers.items():
+            if len(functions) != (1 if layer in owners else 0):
+                found.append(f"{field} is assigned in {layer}/ by {sorted(functions) or 'no function'}")
+    return found
+
+
+def imported_modules(path: Path, package: Path) -> set[str]:
+    """The modules of the package that a file imports, anywhere in it; "" is the package itself."""
+
+    def module(dotted: str) -> str:
+        return dotted.partition(".")[0]
+
+    def is_module(name: str) -> bool:
+        return any((package / f"{name}{suffix}").exists() for suffix in (".py", ".pyi", ""))
+
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            dotted = [alias.name.partition(".") for alias in node.names]
+            found.update(module(rest) for top, _, rest in dotted if top == package.name)
+        elif isinstance(node, ast.ImportFrom):
+            top, _, rest = (node.module or "").partition(".")
+            if node.level == 0 and top != package.name:
+                continue
+            source = (node.module or "") if node.level else rest
+            names = [alias.name for alias in node.names]
+            found.update([module(source)] if source else [name if is_module(name) else "" for name in names])
+    return found
+
+
+def cycle_violations(root: Path) -> list[str]:
+    """Import cycles among the modules of fsdp_c/, imports inside functions included."""
+    package = root / "fsdp_c"
+    names = {path: "" if path.stem == "__init__" else path.stem for path in sorted(package.glob("*.py"))}
+    waiting = {name: imported_modules(path, package) - {name} for path, name in names.items()}
+    while free := [name for name, imported in waiting.items() if not imported & waiting.keys()]:
+        for name in free:
+            del waiting[name]
+    return [f"fsdp_c.{name} is in an import cycle or imports one" for name in sorted(waiting)]
+
+
+CHECKS: list[Check] = [
+    include_violations,
+    python_h_violations,
+    libtorch_violations,
+    language_violations,
+    state_violations,
+    cycle_violations,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_sources_keep_the_architecture(check: Check) -> None:
+    assert check(ROOT) == []
+
+
+def test_every_layer_of_the_list_is_there() -> None:
+    folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
+    assert folders == set(LAYERS)
+    assert all(any((ROOT / "csrc" / layer).glob("*.[ch]")) for layer in LAYERS)
+
+
+HANDLE_C = """
+#include "handle.h"
+static const int allowed[] = {1, 2};
+int handle_move(struct handle *h, int to)
+{
+    h->param_state = to;
+    return aoti_torch_x(h->param_state == to);
+}
+void handle_use(struct handle *h, int to) { if (to) { h->training_state = to; } }
+"""
+UNIT_C = """
+static int unit_use(struct unit *u, int to)
+{
+    u->training_state = to;
+    return 0;
+}
+"""
+SOUND = {
+    "csrc/base/memory.h": "void *memory_new(void);",
+    "csrc/torch/tensor.h": '#include <Python.h>\n#include "base/memory.h"',
+    "csrc/handle/handle.h": '#include "torch/tensor.h"\nstruct handle { int param_state, training_state; };',
+    "csrc/handle/handle.c": HANDLE_C,
+    "csrc/runtime/unit.c": UNIT_C,
+    "fsdp_c/__init__.py": "from .api import A\nfrom . import wrap\n",
+    "fsdp_c/api.py": "from fsdp_c._C import Unit\n",
+    "fsdp_c/wrap.py": "from . import api\nimport torch\n",
+    "fsdp_c/_C.pyi": "class Unit: ...\n",
+}
+PLANTED = [
+    (include_violations, "csrc/base/memory.c", '#include "torch/tensor.h"'),
+    (include_violations, "csrc/torch/ops.c", '#include "../handle/handle.h"'),
+    (include_violations, "csrc/extra/extra.c", "int x;"),
+    (python_h_violations, "csrc/kernels/fill.c", "#include <Python.h>"),
+    (libtorch_violations, "csrc/kernels/fill.c", "void fill(void) { aoti_torch_zero_(0); }"),
+    (libtorch_violations, "csrc/runtime/stream.c", "void wait(void) { torch_parallel_for(0); }"),
+    (language_violations, "csrc/torch/ops.cpp", "int x;"),
+    (state_violations, "csrc/handle/second.c", "void sneak(struct handle *h) { h->param_state = 0; }"),
+    (state_violations, "csrc/python/type.c", "void sneak(struct unit *u)\n{\n    u->training_state = 0;\n}"),
+    (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
+    (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
+    (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
+]
+
+
+def plant(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_a_sound_tree_has_no_violations(check: Check, tmp_path: Path) -> None:
+    plant(tmp_path, SOUND)
+    assert check(tmp_path) == []
+
+
+@pytest.mark.parametrize(("check", "name", "text"), PLANTED)
+def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_path: Path) -> None:
+    plant(tmp_path, SOUND | {name: text})
+    assert check(tmp_path)
+
+
+def test_comments_are_no_violations(tmp_path: Path) -> None:
+    plant(
+        tmp_path,
+        SOUND | {"csrc/kernels/fill.c": '/* #include <Python.h>\n aoti_torch_zero_ */\n// #include "torch/x.h"\n'},
+    )
+    assert [violation for check in CHECKS for violation in check(tmp_path)] == []

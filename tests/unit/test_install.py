@@ -1,0 +1,115 @@
+"""What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is missing."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = ("csrc", "fsdp_c", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+
+
+def call(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=170, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of what is shipped. Not optimised, which is no part of what is tested."""
+    source = tmp_path_factory.mktemp("source")
+    for name in SHIPPED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source / name)
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", "wheels", ".")
+    done = call(*pip, cwd=source, FSDP_C_OPT="-O0")
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (built,) = (source / "wheels").iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder to put on the path, holding nothing but the wheel's content."""
+    target = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(wheel).extractall(target)
+    return target
+
+
+def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
+    """Run code outside the source tree, with ``path`` before the installed packages."""
+    return call(sys.executable, "-c", code, cwd=path[0], PYTHONPATH=os.pathsep.join(map(str, path)))
+
+
+def last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def test_wheel_fits_every_python_from_3_10(wheel: Path) -> None:
+    assert "-cp310-abi3-" in wheel.name
+
+
+def test_wheel_holds_the_extension_and_its_types(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {"fsdp_c/_C.abi3.so", "fsdp_c/_C.pyi", "fsdp_c/py.typed", "fsdp_c/__init__.py"} <= names
+    assert not any(name.startswith(("csrc", "tests", "build")) for name in names)
+
+
+def test_wheel_requires_torch_and_nothing_else(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+    required = [line for line in archive.read(metadata).decode().splitlines() if line.startswith("Requires-Dist:")]
+    assert required == ["Requires-Dist: torch>=2.10"]
+
+
+def test_building_does_not_require_torch() -> None:
+    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if line.startswith("requires = "))
+    assert line == 'requires = ["setuptools>=77"]'
+
+
+def test_extension_links_against_libc_alone(installed: Path) -> None:
+    if shutil.which("readelf") is None:
+        pytest.skip("readelf is not installed")
+    done = call("readelf", "-d", str(installed / "fsdp_c" / "_C.abi3.so"), cwd=installed)
+    needed = {line.split("[")[1].split(".so")[0] for line in done.stdout.splitlines() if "(NEEDED)" in line}
+    assert needed
+    assert needed <= {"libc", "libm", "libdl", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+
+
+def test_installed_package_imports(installed: Path) -> None:
+    done = run_python("import fsdp_c; print(fsdp_c.FullyShardedDataParallel.__name__, fsdp_c.__file__)", installed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"FullyShardedDataParallel {installed}/fsdp_c/__init__.py\n"
+
+
+def test_import_without_torch_says_so(installed: Path) -> None:
+    done = run_python("import sys; sys.modules['torch'] = None; import fsdp_c", installed)
+    assert done.returncode == 1
+    assert "Error: " in last_line(done.stderr) and "torch" in last_line(done.stderr)
+
+
+def test_import_with_an_old_torch_names_both_versions(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("__version__ = '2.9.1'\n")
+    done = run_python("import fsdp_c", tmp_path, installed)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("ImportError: ")
+    assert "2.10" in last_line(done.stderr) and "2.9.1" in last_line(done.stderr)
+
+
+def test_extension_alone_says_to_import_torch_first(installed: Path) -> None:
+    code = (
+        "import importlib.util as u; "
+        f"spec = u.spec_from_file_location('fsdp_c._C', {str(installed / 'fsdp_c' / '_C.abi3.so')!r}); "
+        "spec.loader.exec_module(u.module_from_spec(spec))"
+    )
+    done = run_python(code, installed)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("ImportError: ") and "torch" in last_line(done.stderr)

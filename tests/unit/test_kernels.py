@@ -1,0 +1,194 @@
+"""Every CPU kernel gives torch's own result, bit for bit: all dtypes, special values, strides, instruction sets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_c  # noqa: F401  (registers the ops)
+
+OPS = torch.ops.fsdp_c
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+PAIRS = list(itertools.product(DTYPES, DTYPES))
+# a short tail, whole blocks, and enough for several threads
+NUMELS = [0, 1, 7, 1024, 1031, 70_001]
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 1 / 3, 3e38, 65504.0, 65519.9, 65520.0, 65536.0, 1e-45]
+SPECIAL += [6.1e-5, 6.0e-8, 2.98e-8, 2.9803e-8, 8.9e-8, 1.17e-38, 9.2e-41, 1.00390625, 1.01171875, 2049.0, 2051.0]
+
+
+def values(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers over 60 binary orders of magnitude with special values strewn among them."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(numel, dtype=torch.float64, generator=generator)
+    numbers *= 2.0 ** torch.randint(-40, 20, (numel,), generator=generator)
+    special = torch.tensor(SPECIAL, dtype=torch.float64)[:numel]
+    numbers[: len(special)] = special
+    return numbers[torch.randperm(numel, generator=generator)].to(dtype)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal dtype, shape and bits; a NaN may be any NaN."""
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(actual.isnan(), expected.isnan())
+    integers = BITS[actual.element_size()]
+    bits = [tensor.masked_fill(tensor.isnan(), 0).contiguous().view(integers) for tensor in (actual, expected)]
+    assert torch.equal(*bits)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.3, 7.0])
+def test_cast_divide_rounds_as_cast_then_divide(source: torch.dtype, target: torch.dtype, divisor: float) -> None:
+    for numel in NUMELS:
+        tensor = values(numel, source)
+        expected = tensor.to(target)
+        if divisor != 1.0:
+            expected = expected / divisor
+        assert_same_bits(OPS.cast_divide(tensor, divisor, target), expected)
+
+
+@pytest.mark.parametrize(("source", "target"), [(a, b) for a, b in PAIRS if a.itemsize == 2], ids=str)
+def test_cast_of_all_16_bit_numbers(source: torch.dtype, target: torch.dtype) -> None:
+    tensor = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(source)
+    assert_same_bits(OPS.cast_divide(tensor, 1.0, target), tensor.to(target))
+
+
+@pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
+def test_cast_to_16_bits_around_every_tie(target: torch.dtype) -> None:
+    exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(target).float()
+    exact = exact[exact.isfinite()]
+    step = (exact.to(target).view(torch.int16) + 1).view(target).float() - exact
+    ties = exact + step / 2
+    for tensor in (ties, torch.nextafter(ties, exact), torch.nextafter(ties, exact + step)):
+        assert_same_bits(OPS.cast_divide(tensor, 1.0, target), tensor.to(target))
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 3.3])
+def test_accumulate_rounds_quotient_cast_and_sum(source: torch.dtype, target: torch.dtype, divisor: float) -> None:
+    for numel in NUMELS:
+        accumulator, shard = values(numel, target, seed=1), values(numel, source, seed=2)
+        quotient = shard if divisor == 1.0 else shard / divisor
+        expected = accumulator + quotient.to(target)
+        OPS.accumulate_shard(accumulator, shard, divisor)
+        assert_same_bits(accumulator, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan])
+def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(dtype: torch.dtype, coefficient: float) -> None:
+    tensors = [values(numel, dtype, seed=numel) for numel in NUMELS]
+    scalar = torch.tensor(coefficient)
+    expected = [tensor * scalar.to(dtype) for tensor in tensors]
+    OPS.clip_(tensors, scalar)
+    for actual, reference in zip(tensors, expected, strict=True):
+        assert_same_bits(actual, reference)
+
+
+def strided_tensors(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Dense, transposed, permuted, sliced, expanded and empty tensors."""
+    return {
+        "contiguous": values(120, dtype).view(4, 5, 6),
+        "transposed": values(67 * 45, dtype).view(67, 45).t(),
+        "large transposed": values(300 * 257, dtype).view(300, 257).t(),
+        "permuted": values(3 * 33 * 34, dtype).view(3, 33, 34).permute(2, 0, 1),
+        "channels last": values(2 * 3 * 4 * 5, dtype).view(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        "rows of a larger one": values(40 * 50, dtype).view(40, 50)[3:17, :31],
+        "every second": values(4000, dtype)[::2],
+        "every second of a transposed": values(64 * 90, dtype).view(64, 90).t()[::3, ::2],
+        "expanded rows": values(37, dtype).expand(41, 37),
+        "expanded columns": values(41, dtype)[:, None].expand(41, 37),
+        "expanded scalar": values(1, dtype)[0].expand(5, 5),
+        "scalar": values(1, dtype)[0],
+        "size one dimensions": values(60, dtype).view(1, 6, 1, 10).transpose(1, 3),
+        "five dimensions": values(2 * 3 * 4 * 5 * 6, dtype).view(2, 3, 4, 5, 6).permute(4, 1, 3, 0, 2),
+        "empty": values(0, dtype).view(0, 3),
+    }
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", strided_tensors(torch.float32))
+def test_flatten_reads_any_strides(name: str, source: torch.dtype, target: torch.dtype) -> None:
+    tensor = strided_tensors(source)[name]
+    assert_same_bits(OPS.flatten([tensor], 1, tensor.numel(), target), tensor.reshape(-1).to(target))
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+@pytest.mark.parametrize("divisor", [1.0, 3.3])
+def test_pack_gradients_casts_divides_and_zeroes_the_gaps(
+    source: torch.dtype, target: torch.dtype, divisor: float
+) -> None:
+    grads = list(strided_tensors(source).values())
+    gap, offsets, expected = 5, [], []
+    for grad in grads:
+        offsets.append(sum(part.numel() for part in expected) + gap)
+        flat = grad.reshape(-1).to(target)
+        expected += [torch.zeros(gap, dtype=target), flat if divisor == 1.0 else flat / divisor]
+    expected.append(torch.zeros(3, dtype=target))
+    out = torch.full((sum(part.numel() for part in expected),), math.nan, dtype=target)
+    OPS.pack_gradients(out, grads, offsets, divisor)
+    assert_same_bits(out, torch.cat(expected))
+
+
+def test_pack_gives_the_same_bits_on_one_and_on_several_threads() -> None:
+    grads = [values(200_003, torch.float32).view(-1), values(400 * 700, torch.float32).view(400, 700).t()]
+    offsets, threads = [8, 200_016], torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            out = torch.empty(480_032, dtype=torch.bfloat16)
+            OPS.pack_gradients(out, grads, offsets, 3.0)
+            results.append(out)
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+    assert_same_bits(results[0][200_016:480_016], (grads[1].reshape(-1).bfloat16() / 3.0))
+
+
+def check_norms(dtype: torch.dtype, p: float) -> None:
+    """Norms of many lengths, tails and magnitudes equal torch's."""
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    numels = [*range(1, 35), 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2049, 4097, 40_000, 70_001]
+    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in numels]
+    tensors += [torch.rand(numel, dtype=torch.float64).to(dtype) for numel in numels]
+    tensors += [torch.tensor(special, dtype=dtype) for special in SPECIAL]
+    tensors += [torch.tensor([special, 1.0, -2.0], dtype=dtype) for special in SPECIAL]
+    tensors += [values(numel, dtype, seed=numel).nan_to_num(0.0, 1.0, -1.0) for numel in numels]
+    tensors += [values(100, dtype), torch.randn(33, 35).to(dtype), torch.randn(1, 9, 1).to(dtype)]
+    norms = OPS.norms(tensors, p)
+    expected = torch.stack([torch.linalg.vector_norm(tensor, p, dtype=arithmetic) for tensor in tensors])
+    assert_same_bits(norms, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [2.0, math.inf])
+def test_norms_equal_vector_norm(dtype: torch.dtype, p: float) -> None:
+    check_norms(dtype, p)
+
+
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_norms_follow_the_capability_that_torch_runs_with(capability: str) -> None:
+    script = (
+        "import torch; from tests.unit.test_kernels import DTYPES, check_norms\n"
+        "for dtype in DTYPES: check_norms(dtype, 2.0)\n"
+    )
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_norm_of_an_empty_tensor_is_zero() -> None:
+    assert OPS.norms([torch.empty(0), torch.ones(4)], 2.0).tolist() == [0.0, 2.0]

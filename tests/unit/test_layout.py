@@ -1,0 +1,276 @@
+"""FlatLayout against literals, an oracle that walks single elements, torch.chunk, and torch's own FlatParamHandle."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleShardingStrategy
+
+from fsdp_c._C import FlatLayout
+
+NUMELS = st.lists(st.one_of(st.just(0), st.integers(0, 40)), min_size=1, max_size=8)
+
+
+@dataclass
+class Case:
+    numels: list[int]
+    aligned_numel: int
+    world_size: int
+    rank: int
+    sharded: bool
+
+    def layout(self) -> FlatLayout:
+        return FlatLayout(self.numels, self.aligned_numel, self.world_size, self.rank, self.sharded)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world_size = draw(st.integers(1, 9))
+    rank = draw(st.integers(0, world_size - 1))
+    return Case(draw(NUMELS), draw(st.integers(0, 9)), world_size, rank, draw(st.booleans()))
+
+
+# the oracle: the flat parameter as a list with one entry per element
+
+
+@dataclass
+class Oracle:
+    flat: list[tuple[int, int] | None]  # (parameter, index in it), or None for padding
+    segments: list[tuple[int, bool]]  # (numel, is padding)
+
+    @classmethod
+    def of(cls, case: Case) -> "Oracle":
+        flat: list[tuple[int, int] | None] = []
+        segments: list[tuple[int, bool]] = []
+
+        def pad_until_divisible(divisor: int) -> None:
+            before = len(flat)
+            while len(flat) % divisor:
+                flat.append(None)
+            if len(flat) > before:
+                segments.append((len(flat) - before, True))
+
+        for param, numel in enumerate(case.numels):
+            pad_until_divisible(case.aligned_numel or 1)
+            flat.extend((param, index) for index in range(numel))
+            segments.append((numel, False))
+        pad_until_divisible(case.world_size if case.aligned_numel else 1)
+        return cls(flat, segments)
+
+    def chunk(self, case: Case) -> list[tuple[int, int] | None]:
+        """What the rank holds, right padding left out."""
+        if not case.sharded:
+            return self.flat
+        numel = next(size for size in range(len(self.flat) + 1) if size * case.world_size >= len(self.flat))
+        return self.flat[numel * case.rank : numel * (case.rank + 1)]
+
+
+@given(cases())
+def test_segments_equal_the_element_oracle(case: Case) -> None:
+    layout, oracle = case.layout(), Oracle.of(case)
+    assert layout.numel == len(oracle.flat)
+    assert list(zip(layout.numels_with_padding, layout.is_padding_mask, strict=True)) == oracle.segments
+    assert layout.param_numels == tuple(case.numels)
+    starts = [0, *accumulate(numel for numel, _ in oracle.segments)]
+    expected = [start for start, (_, padding) in zip(starts, oracle.segments, strict=False) if not padding]
+    assert layout.param_offsets == tuple(expected)
+
+
+@given(cases())
+def test_shard_ranges_select_what_the_oracle_holds(case: Case) -> None:
+    layout, chunk = case.layout(), Oracle.of(case).chunk(case)
+    assert layout.shard_numel_valid == len(chunk)
+    assert layout.shard_numel_padded == layout.shard_numel - len(chunk)
+    for param, (in_shard, offset_in_shard, numel, offset_in_param) in enumerate(layout.shard_ranges()):
+        held = [(position, entry[1]) for position, entry in enumerate(chunk) if entry and entry[0] == param]
+        assert held == [(offset_in_shard + i, offset_in_param + i) for i in range(numel)]
+        if case.numels[param] > 0:
+            assert in_shard == bool(held)
+
+
+@given(cases())
+def test_shards_equal_torch_chunk(case: Case) -> None:
+    layout = case.layout()
+    flat = torch.arange(layout.numel)
+    chunks = flat.chunk(case.world_size if case.sharded else 1)
+    index = case.rank if case.sharded else 0
+    expected = chunks[index] if index < len(chunks) else flat[:0]
+    assert layout.shard_numel == chunks[0].numel()
+    assert torch.equal(flat[layout.shard_start :][: layout.shard_numel_valid], expected)
+    assert layout.padded_numel == layout.shard_numel * (case.world_size if case.sharded else 1)
+
+
+@given(cases())
+def test_ranges_of_another_rank_equal_its_own_layout(case: Case) -> None:
+    layout = case.layout()
+    for rank in range(case.world_size):
+        of_rank = FlatLayout(case.numels, case.aligned_numel, case.world_size, rank, case.sharded)
+        assert layout.shard_ranges(rank) == of_rank.shard_ranges()
+    assert layout.shard_ranges() == layout.shard_ranges(case.rank) == layout.shard_ranges(rank=None)
+
+
+# upstream
+
+
+def upstream_flat_param(
+    numels: list[int], world_size: int, rank: int, sharded: bool, use_orig_params: bool, param_dtype: torch.dtype
+) -> Any:
+    """The sharded flat parameter that torch's FSDP1 makes of fp32 parameters of these sizes."""
+    module = nn.Module()
+    for index, numel in enumerate(numels):
+        module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(numel)))
+    handle = FlatParamHandle(
+        list(module.parameters()),
+        module,
+        torch.device("cpu"),
+        HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD,
+        False,
+        param_dtype,
+        None,
+        False,
+        FakeProcessGroup._create_internal(rank=rank, world_size=world_size),
+        use_orig_params,
+    )
+    handle.shard()
+    return handle.flat_param
+
+
+@settings(deadline=None)
+@given(
+    NUMELS.filter(any),  # torch asserts on a unit without elements
+    st.integers(1, 7),
+    st.data(),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+)
+def test_layout_equals_upstream_metadata(
+    numels: list[int],
+    world_size: int,
+    data: st.DataObject,
+    sharded: bool,
+    use_orig_params: bool,
+    param_dtype: torch.dtype,
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    upstream = upstream_flat_param(numels, world_size, rank, sharded, use_orig_params, param_dtype)
+    aligned_numel = 16 // param_dtype.itemsize if use_orig_params else 0
+    layout = FlatLayout(numels, aligned_numel, world_size, rank, sharded)
+
+    assert layout.num_params == upstream._num_params
+    assert layout.numel == upstream._unpadded_unsharded_size.numel()
+    assert layout.shard_numel == upstream._sharded_size.numel()
+    assert layout.shard_numel_padded == upstream._shard_numel_padded
+    assert layout.param_numels == upstream._numels
+    assert layout.numels_with_padding == upstream._numels_with_padding
+    assert layout.is_padding_mask == tuple(upstream._is_padding_mask)
+    infos = [
+        (info.in_shard, info.offset_in_shard or 0, info.numel_in_shard or 0, info.intra_param_start_idx or 0)
+        for info in upstream._shard_param_infos
+    ]
+    assert layout.shard_ranges() == tuple(infos)
+
+
+# literals
+
+
+def test_parameters_start_at_aligned_offsets() -> None:
+    layout = FlatLayout([9, 3, 6], 4, 1, 0, True)
+    assert layout.numels_with_padding == (9, 3, 3, 1, 6)
+    assert layout.is_padding_mask == (False, True, False, True, False)
+    assert layout.param_offsets == (0, 12, 16)
+    assert layout.numel == 22
+
+
+def test_total_is_padded_to_a_multiple_of_the_world_size() -> None:
+    layout = FlatLayout([9, 3, 6], 4, 4, 0, True)
+    assert layout.numels_with_padding == (9, 3, 3, 1, 6, 2)
+    assert (layout.numel, layout.padded_numel, layout.shard_numel_padded) == (24, 24, 0)
+
+
+def test_layout_without_alignment_has_no_padding_segments() -> None:
+    layout = FlatLayout([9, 3, 6], 0, 4, 3, True)
+    assert layout.numels_with_padding == (9, 3, 6)
+    assert (layout.numel, layout.shard_numel, layout.padded_numel) == (18, 5, 20)
+    assert (layout.shard_start, layout.shard_numel_valid, layout.shard_numel_padded) == (15, 3, 2)
+
+
+@pytest.mark.parametrize(("rank", "valid", "padded"), [(0, 2, 0), (1, 2, 0), (2, 1, 1), (3, 0, 2)])
+def test_five_elements_on_four_ranks(rank: int, valid: int, padded: int) -> None:
+    layout = FlatLayout([5], 0, 4, rank, True)
+    assert (layout.shard_numel, layout.shard_start) == (2, 2 * rank)
+    assert (layout.shard_numel_valid, layout.shard_numel_padded) == (valid, padded)
+    assert layout.shard_ranges() == (((True, 0, valid, 2 * rank) if valid else (False, 0, 0, 0)),)
+
+
+def test_parameter_that_spans_shards_is_cut_at_both_ends() -> None:
+    layout = FlatLayout([3, 10, 2], 0, 3, 1, True)
+    assert layout.shard_ranges(0) == ((True, 0, 3, 0), (True, 3, 2, 0), (False, 0, 0, 0))
+    assert layout.shard_ranges(1) == ((False, 0, 0, 0), (True, 0, 5, 2), (False, 0, 0, 0))
+    assert layout.shard_ranges(2) == ((False, 0, 0, 0), (True, 0, 3, 7), (True, 3, 2, 0))
+
+
+def test_unsharded_layout_holds_all_parameters_on_every_rank() -> None:
+    layout = FlatLayout([3, 6], 4, 3, 2, False)
+    assert layout.numels_with_padding == (3, 1, 6, 2)
+    assert (layout.shard_numel, layout.padded_numel, layout.shard_start, layout.shard_numel_padded) == (12, 12, 0, 0)
+    assert layout.shard_ranges() == layout.shard_ranges(0) == ((True, 0, 3, 0), (True, 4, 6, 0))
+
+
+def test_constructor_takes_keywords() -> None:
+    layout = FlatLayout(param_numels=(4,), aligned_numel=4, world_size=2, rank=1, sharded=True)
+    assert (layout.world_size, layout.rank, layout.sharded, layout.num_params) == (2, 1, True, 1)
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (([], 4, 2, 0, True), "non-empty `param_numels`"),
+        (([3, -1], 4, 2, 0, True), r"`param_numels\[1\]` is -1"),
+        (([3], -4, 2, 0, True), "non-negative `aligned_numel` but got -4"),
+        (([3], 4, 0, 0, True), "positive `world_size` but got 0"),
+        (([3], 4, 2, 2, True), r"`rank` in \[0, 2\) but got 2"),
+        (([3], 4, 2, -1, True), r"`rank` in \[0, 2\) but got -1"),
+    ],
+)
+def test_argument_out_of_its_domain_is_a_value_error(arguments: tuple[Any, ...], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        FlatLayout(*arguments)
+
+
+@pytest.mark.parametrize("numels", [5, ["a"], [1.5], None])
+def test_sizes_that_are_not_integers_are_a_type_error(numels: Any) -> None:
+    with pytest.raises(TypeError):
+        FlatLayout(numels, 4, 2, 0, True)
+
+
+@pytest.mark.parametrize("numels", [[2**63], [2**62, 2**62], [2**63 - 1, 0]])
+def test_total_beyond_64_bits_is_an_overflow_error(numels: list[int]) -> None:
+    with pytest.raises(OverflowError):
+        FlatLayout(numels, 4, 2, 0, True)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_ranges_of_a_rank_outside_the_world_are_a_value_error(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"`rank` in \[0, 2\)"):
+        FlatLayout([3], 4, 2, 0, True).shard_ranges(rank)
+
+
+def test_layout_and_its_type_are_immutable() -> None:
+    layout = FlatLayout([3], 4, 2, 0, True)
+    for name in ("numel", "sharded", "param_numels", "anything"):
+        with pytest.raises(AttributeError):
+            setattr(layout, name, 1)
+    with pytest.raises(TypeError):
+        FlatLayout.numel = 1
+    with pytest.raises(TypeError):
+        type("Derived", (FlatLayout,), {})

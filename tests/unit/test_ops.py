@@ -1,0 +1,151 @@
+"""torch.ops.fsdp_c.*: schemas, fake tensors, compilation, and what is refused and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import fsdp_c  # noqa: F401  (registers the ops)
+
+OPS = torch.ops.fsdp_c
+
+EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "flatten": lambda: ([torch.randn(3), torch.randn(4, 2).t()], 4, 16, torch.bfloat16),
+    "unflatten": lambda: (torch.randn(10), [0, 4], [3, 5]),
+    "shard": lambda: (torch.randn(10), 2, 4),
+    "pack_gradients": lambda: (torch.empty(16), [torch.randn(3), torch.randn(2, 2).bfloat16()], [0, 8], 3.0),
+    "cast_divide": lambda: (torch.randn(3, 4), 2.0, torch.float16),
+    "accumulate_shard": lambda: (torch.randn(8), torch.randn(8).bfloat16(), 2.0),
+    "norms": lambda: ([torch.randn(8), torch.randn(3, 3)], 2.0),
+    "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
+}
+
+
+def overload(name: str) -> Any:
+    return getattr(OPS, name).default
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_op_passes_opcheck(name: str) -> None:
+    results = opcheck(overload(name), EXAMPLES[name]())
+    assert set(results.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_meta_kernel_agrees_with_cpu_kernel(name: str) -> None:
+    arguments = EXAMPLES[name]()
+    on_meta = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), arguments)
+    expected, actual = overload(name)(*arguments), overload(name)(*on_meta)
+    as_list = [results if isinstance(results, list) else [results] for results in (expected, actual)]
+    for cpu, meta in zip(*as_list, strict=True):
+        if cpu is None:
+            assert meta is None
+        else:
+            assert meta.is_meta
+            assert (meta.shape, meta.stride(), meta.dtype) == (cpu.shape, cpu.stride(), cpu.dtype)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_op_compiles_in_one_graph(name: str, dynamic: bool) -> None:
+    arguments = EXAMPLES[name]()
+    copies = tree_map_only(Tensor, torch.Tensor.clone, arguments)
+
+    def call(*inputs: Any) -> Any:
+        return overload(name)(*inputs), inputs
+
+    torch.compiler.reset()
+    expected = call(*arguments)
+    actual = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*copies)
+    for one, other in zip(tree_leaves(actual), tree_leaves(expected), strict=True):
+        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_flatten_aligns_each_tensor_and_zeroes_gaps() -> None:
+    flat = OPS.flatten([torch.ones(3), torch.full((2, 2), 2.0)], 4, 10, torch.float64)
+    assert flat.dtype == torch.float64
+    assert flat.tolist() == [1, 1, 1, 0, 2, 2, 2, 2, 0, 0]
+
+
+def test_unflatten_copies_segments() -> None:
+    flat = torch.arange(6.0)
+    first, second = OPS.unflatten(flat, [4, 0], [2, 3])
+    assert (first.tolist(), second.tolist()) == ([4, 5], [0, 1, 2])
+    first.zero_()
+    assert flat.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 5, 8, 9])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 7])
+def test_shards_are_padded_chunks(numel: int, world_size: int) -> None:
+    flat = torch.arange(numel, dtype=torch.float32) + 1
+    shards = [OPS.shard(flat, rank, world_size) for rank in range(world_size)]
+    shard_numel = -(-numel // world_size)
+    assert [shard.numel() for shard in shards] == [shard_numel] * world_size
+    assert torch.cat(shards).tolist() == flat.tolist() + [0.0] * (shard_numel * world_size - numel)
+
+
+F = torch.ones(4)
+REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
+    "too little padding": ("flatten", ([F], 1, 3, torch.float32), "padded_numel is 3, but the tensors end at 4"),
+    "negative alignment": ("flatten", ([F], -1, 4, torch.float32), "aligned_numel must not be negative, not -1"),
+    "integer target": ("flatten", ([F], 1, 4, torch.int32), "dtype must be float32"),
+    "integer source": ("flatten", ([F.int()], 1, 4, torch.float32), "each of tensors must be float32"),
+    "one numel missing": ("unflatten", (F, [0, 1], [1]), "2 offsets, but 1 numels"),
+    "segment outside": ("unflatten", (F, [3], [2]), r"elements \[3, 5\) lie outside of flat, which has 4"),
+    "two dimensions": ("shard", (torch.ones(2, 2), 0, 2), "flat must have one dimension, not 2"),
+    "strided flat": ("shard", (torch.ones(8)[::2], 0, 2), "flat must be contiguous"),
+    "rank outside": ("shard", (F, 2, 2), "rank 2 is outside of a world of 2"),
+    "no world": ("shard", (F, 0, 0), "world_size must be positive, not 0"),
+    "overlapping grads": ("pack_gradients", (torch.ones(8), [F, F], [0, 3], 1.0), "grad 1 begins at 3, before the end"),
+    "grad outside": ("pack_gradients", (torch.ones(8), [F], [5], 1.0), "lie outside of out, which has 8"),
+    "offset missing": ("pack_gradients", (torch.ones(8), [F], [], 1.0), "1 grads, but 0 offsets"),
+    "zero divisor": ("cast_divide", (F, 0.0, torch.float32), "divisor must be positive, not 0"),
+    "other size": ("accumulate_shard", (F, torch.ones(5), 1.0), "accumulator has 4 elements, shard 5"),
+    "other norm": ("norms", ([F], 3.0), "no kernel for these dtypes or this norm"),
+    "mixed doubles": ("norms", ([F, F.double()], 2.0), "float64 tensors cannot be mixed"),
+    "strided norm": ("norms", ([torch.ones(2, 3).t()], 2.0), "each of tensors must be contiguous"),
+    "two coefficients": ("clip_", ([F], torch.ones(2)), "coefficient must have one element, not 2"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_argument_is_named(case: str) -> None:
+    name, arguments, message = REFUSED[case]
+    with pytest.raises(RuntimeError, match=f"fsdp_c::{name}: .*{message}"):
+        overload(name)(*arguments)
+
+
+def test_freed_storage_is_refused() -> None:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="fsdp_c::shard: the storage of flat is freed"):
+        OPS.shard(tensor, 0, 2)
+
+
+def test_a_list_without_tensors_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="fsdp_c::norms.*non-empty list of Tensors"):
+        OPS.norms([], 2.0)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_op_keeps_no_reference_to_its_inputs(name: str) -> None:
+    arguments = EXAMPLES[name]()
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    before = [tensor._use_count() for tensor in tensors]
+    overload(name)(*arguments)
+    assert [tensor._use_count() for tensor in tensors] == before
+
+
+def test_refusal_releases_every_input() -> None:
+    out, grad = torch.ones(8), torch.ones(4)
+    before = out._use_count(), grad._use_count()
+    with pytest.raises(RuntimeError, match="before the end"):
+        OPS.pack_gradients(out, [grad, grad], [0, 3], 1.0)
+    assert (out._use_count(), grad._use_count()) == before

@@ -1,0 +1,204 @@
+"""Auto wrapping: which modules become units, with which arguments, and what is refused."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import MixedPrecision, ShardingStrategy
+from fsdp_c import wrap as fsdp_wrap
+from fsdp_c.traversal import clean_path, units_with_paths
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(2, 3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def paths(model: nn.Module) -> list[str]:
+    return [clean_path(path) for path, _ in units_with_paths(model)]
+
+
+def test_policies_are_the_objects_of_torch() -> None:
+    for name in fsdp_wrap.__all__:
+        assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
+
+
+def test_module_wrap_policy_wraps_every_instance_and_the_root() -> None:
+    assert paths(FSDP(Model(), auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))) == ["", "blocks.0", "blocks.1"]
+
+
+def test_functional_policy_wraps_as_the_policy_object_does() -> None:
+    policy = functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", "blocks.0", "blocks.1"]
+
+
+def test_size_based_policy_wraps_what_is_large() -> None:
+    policy = functools.partial(fsdp_wrap.size_based_auto_wrap_policy, min_num_params=30)
+    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == ["", "blocks.0", "blocks.1"]
+
+
+def test_lambda_policy_wraps_what_the_lambda_names() -> None:
+    policy = functools.partial(
+        fsdp_wrap.lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)
+    )
+    expected = ["", "embed", "blocks.0.first", "blocks.0.second", "blocks.1.first", "blocks.1.second"]
+    assert paths(FSDP(Model(), auto_wrap_policy=policy)) == expected
+
+
+def test_custom_policy_overrides_the_arguments_of_the_root() -> None:
+    def choose(module: nn.Module) -> bool | dict[str, object]:
+        return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
+
+    model = FSDP(Model(), auto_wrap_policy=fsdp_wrap.CustomPolicy(choose), forward_prefetch=True)
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert model.blocks[0].sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert model.blocks[0].forward_prefetch is True
+
+
+def test_custom_policy_that_answers_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="False/True or a kwarg dict"):
+        FSDP(Model(), auto_wrap_policy=fsdp_wrap.CustomPolicy(lambda module: None))
+
+
+def test_policy_that_cannot_be_called_is_refused() -> None:
+    with pytest.raises(TypeError, match="auto_wrap_policy"):
+        FSDP(Model(), auto_wrap_policy={Block})
+
+
+def test_children_get_the_arguments_of_the_root() -> None:
+    model = FSDP(
+        Model(),
+        auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP,
+        backward_prefetch=None,
+        forward_prefetch=True,
+        limit_all_gathers=False,
+        use_orig_params=True,
+    )
+    inner = model.blocks[1]
+    for name in (
+        "sharding_strategy",
+        "backward_prefetch",
+        "forward_prefetch",
+        "limit_all_gathers",
+        "_use_orig_params",
+        "process_group",
+    ):
+        assert getattr(inner, name) == getattr(model, name), name
+
+
+def test_ignored_parameters_of_the_root_are_ignored_by_children() -> None:
+    plain = Model()
+    ignored = plain.blocks[0].first.weight
+    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_states=[ignored])
+    assert model.blocks[0].module.first.weight is ignored
+    assert model.blocks[0]._flat_param._fqns == ["first.bias", "second.weight", "second.bias"]
+
+
+def test_ignored_modules_are_not_wrapped() -> None:
+    plain = Model()
+    model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), ignored_modules=[plain.blocks[0]])
+    assert paths(model) == ["", "blocks.1"]
+
+
+def test_auto_wrap_over_a_unit_is_refused_and_names_it() -> None:
+    plain = Model()
+    plain.embed = FSDP(plain.embed)
+    with pytest.raises(ValueError, match="not already have FSDP applied, but 'embed'"):
+        FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
+
+
+def test_batch_norm_becomes_a_unit_without_mixed_precision() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        model = FSDP(Model(), auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), mixed_precision=precision)
+    assert paths(model) == ["", "blocks.0", "blocks.1", "norm"]
+    assert model.norm.mixed_precision == MixedPrecision()
+    assert model.blocks[0].mixed_precision is precision
+
+
+def test_batch_norm_becomes_a_unit_under_a_functional_policy() -> None:
+    policy = functools.partial(fsdp_wrap.transformer_auto_wrap_policy, transformer_layer_cls={Block})
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    assert paths(model) == ["", "blocks.0", "blocks.1", "norm"]
+    assert model.norm.mixed_precision == MixedPrecision()
+
+
+def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
+    norm = nn.BatchNorm1d(3)
+    seen = []
+    fsdp_wrap._keep_in_full_precision(nn.Sequential(norm), ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fsdp_wrap._keep_in_full_precision(nn.Sequential(norm), (nn.BatchNorm1d,))
+    norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    assert norm(torch.randn(4, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert norm(torch.randn(4, 3)).dtype is torch.float32
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_partly_frozen_module_is_refused_and_both_kinds_are_named() -> None:
+    plain = Model()
+    plain.blocks[1].first.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"'blocks.1' has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"):
+        FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
+
+
+def test_partly_frozen_module_with_original_parameters_warns_of_its_gradients() -> None:
+    plain = Model()
+    plain.blocks[1].first.requires_grad_(False)
+    with pytest.warns(UserWarning, match="38 numel instead of 18 numel"):
+        FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
+
+
+def test_wholly_frozen_module_is_wrapped_without_a_warning() -> None:
+    plain = Model()
+    plain.blocks[1].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
+    assert not model.blocks[1]._flat_param.requires_grad
+
+
+def test_enable_wrap_builds_units_with_its_arguments() -> None:
+    with fsdp_wrap.enable_wrap(wrapper_cls=FSDP, forward_prefetch=True):
+        inner = fsdp_wrap.wrap(nn.Linear(2, 2))
+    assert isinstance(inner, FSDP) and inner.forward_prefetch
+    assert isinstance(fsdp_wrap.wrap(nn.Linear(2, 2)), nn.Linear)
