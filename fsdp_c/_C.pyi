@@ -87,9 +87,8 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,  # the FullyShardedDataParallel instance, borrowed: it owns the unit
+        module: nn.Module,  # the FullyShardedDataParallel instance, which owns the unit; the first forward calls its _lazy_init()
         handle: Handle | None,
-        lazy_init: Callable[[], None],  # called on the first forward; must build a Runtime over this unit
         *,
         name: str,
         param_dtype: torch.dtype | None,  # cast of floating inputs: the mixed precision's param_dtype

@@ -171,7 +171,6 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         self._unit = _C.Unit(
             self,
             handle,
-            self._lazy_init,
             name=unit_name(module),
             param_dtype=self.mixed_precision.param_dtype,
             cast_forward_inputs=self.mixed_precision.cast_forward_inputs,
@@ -367,6 +366,15 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         return (
             TrainingState.SUMMON_FULL_PARAMS if state == _C.USE_SUMMON_FULL_PARAMS else TrainingState.FORWARD_BACKWARD
         )
+
+    @property
+    def _all_fsdp_states(self) -> list["FullyShardedDataParallel"]:
+        """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
+        return units_of(self)
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        return [unit._handle for unit in units_of(self) if unit._handle is not None]
 
     @property
     def _is_root(self) -> bool | None:

@@ -174,7 +174,12 @@ void handle_fini(struct handle *handle) {
 }
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
-    for (int64_t i = 0; handle->slots && i < handle->num_slots; i++) Py_VISIT(handle->slots[i].module);
+    for (int64_t i = 0; handle->slots && i < handle->num_slots; i++) {
+        Py_VISIT(handle->slots[i].module);
+        Py_VISIT(handle->slots[i].parameters);
+        Py_VISIT(handle->slots[i].attributes);
+    }
+    Py_VISIT(handle->flat_param_owner);
     Py_VISIT(handle->flat_param);
     Py_VISIT(handle->params);
     Py_VISIT(handle->views);

@@ -123,12 +123,12 @@ static int init_segment_sizes(struct handle *handle) {
     return append_size(handle->segment_sizes, layout->padded_numel - layout->numel);
 }
 
-/* torch refuses a gradient of another dtype unless the leaf says which one it expects. */
+/* torch refuses a gradient of another dtype unless the leaf says that any will do. */
 static int allow_low_precision_grads(struct handle *handle) {
     if (!handle->keep_low_precision_grads || !handle->low_precision) return 0;
-    if (PyObject_SetAttr(handle->flat_param, torch_names.grad_dtype, handle->param_dtype) < 0) return -1;
+    if (PyObject_SetAttr(handle->flat_param, torch_names.grad_dtype, Py_None) < 0) return -1;
     for (int64_t i = 0; handle->params && i < handle->num_params; i++)
-        if (PyObject_SetAttr(PyList_GetItem(handle->params, i), torch_names.grad_dtype, handle->param_dtype) < 0) return -1;
+        if (PyObject_SetAttr(PyList_GetItem(handle->params, i), torch_names.grad_dtype, Py_None) < 0) return -1;
     return 0;
 }
 

@@ -20,7 +20,7 @@ struct unit *unit_of(PyObject *object) {
 /* ---- life ---- */
 
 static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"module", "handle", "lazy_init", "name", "param_dtype", "cast_forward_inputs",
+    static char *names[] = {"module", "handle", "name", "param_dtype", "cast_forward_inputs",
                             "cast_root_forward_inputs", "backward_prefetch", "forward_prefetch", "limit_all_gathers", NULL};
     struct unit_spec spec = {0};
     PyObject *handle;
@@ -29,7 +29,7 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_RuntimeError, "a Unit is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOO$UOppipp", names, &spec.module, &handle, &spec.lazy_init, &spec.name,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipp", names, &spec.module, &handle, &spec.name,
                                      &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch, &limit))
         return -1;
     if (handle != Py_None) {

@@ -121,12 +121,11 @@ fail:
 }
 
 int unit_attach_views(struct unit *unit) {
-    if (!unit->anchor && make_anchor(unit) < 0) return -1;
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
     PyObject *token = hook_new(receive, unit, unit->object), *views = NULL;
     if (!enabled) torch_set_grad_enabled(true);
-    if (token) views = PyObject_CallFunctionObjArgs(apply, unit->anchor, token, NULL);
+    if (token && (unit->anchor || make_anchor(unit) == 0)) views = PyObject_CallFunctionObjArgs(apply, unit->anchor, token, NULL);
     if (!enabled) torch_set_grad_enabled(false);
     unit->views_attached = true;
     Py_XDECREF(token);

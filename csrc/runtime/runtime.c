@@ -62,6 +62,13 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
     return 0;
 }
 
+int runtime_detach_views(struct runtime *runtime) {
+    int result = 0;
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (unit_detach_views(runtime->units[i]) < 0) result = -1;
+    return result;
+}
+
 /* ---- start of a step ---- */
 
 int runtime_collect_user_grads(struct runtime *runtime) {

@@ -24,12 +24,12 @@ struct runtime;
 /* One FullyShardedDataParallel instance. */
 struct unit {
     PyObject *object;     /* borrowed; the Python object that this struct lives in */
-    PyObject *module_ref; /* owned; weak reference to the instance, whose end detaches the views */
+    PyObject *module_ref; /* owned; weak reference to the instance, which owns the unit; its _lazy_init
+                             * builds the runtime, its end detaches the views */
     PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
     struct handle *handle;   /* borrowed from handle_object */
     PyObject *runtime_object; /* owned; NULL before lazy init */
     struct runtime *runtime;  /* borrowed from runtime_object */
-    PyObject *lazy_init;      /* owned; Python callable that builds the runtime */
     PyObject *name;           /* owned; str */
 
     PyObject *param_dtype; /* owned; inputs are cast to it, or NULL */
@@ -55,7 +55,7 @@ struct unit {
 };
 
 struct unit_spec {
-    PyObject *module, *handle_object /* or NULL */, *lazy_init, *name, *param_dtype /* or None */;
+    PyObject *module, *handle_object /* or NULL */, *name, *param_dtype /* or None */;
     struct handle *handle;
     bool cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
     int backward_prefetch;
@@ -105,6 +105,7 @@ int runtime_final_callback(struct runtime *runtime);
 int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
 int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */
 int runtime_collect_user_grads(struct runtime *runtime);
+int runtime_detach_views(struct runtime *runtime); /* the root has gone */
 
 /* order.c */
 void order_record_pre_forward(struct unit *unit);

@@ -11,14 +11,15 @@
 static PyObject *on_module_end(PyObject *self, PyObject *reference) {
     struct unit *unit = PyCapsule_GetPointer(self, NULL);
     (void)reference;
-    if (unit && unit->handle) unit_detach_views(unit);
-    Py_RETURN_NONE;
+    if (!unit) return NULL;
+    int result = unit->is_root && unit->runtime ? runtime_detach_views(unit->runtime) : unit_detach_views(unit);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 static PyMethodDef module_end_def = {"on_module_end", on_module_end, METH_O, NULL};
 
 /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the collector does not look:
- * it is cut when the module goes. The weak reference dies with the unit, so the capsule's pointer is good while it can be called. */
+ * it is cut when the module goes, for the whole tree when that is the root. The weak reference dies with the unit, so the capsule's pointer is good while it can be called. */
 static PyObject *watch_module(struct unit *unit, PyObject *module) {
     PyObject *capsule = PyCapsule_New(unit, NULL, NULL), *callback = NULL, *reference = NULL;
     if (capsule) callback = PyCFunction_New(&module_end_def, capsule);
@@ -33,7 +34,6 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->module_ref = watch_module(unit, spec->module);
     unit->handle_object = Py_XNewRef(spec->handle_object);
     unit->handle = spec->handle;
-    unit->lazy_init = Py_NewRef(spec->lazy_init);
     unit->name = Py_NewRef(spec->name);
     unit->param_dtype = spec->param_dtype == Py_None ? NULL : Py_NewRef(spec->param_dtype);
     unit->cast_forward_inputs = spec->cast_forward_inputs;
@@ -57,7 +57,6 @@ int unit_clear(struct unit *unit) {
     unit->runtime = NULL;
     unit->handle = NULL;
     Py_CLEAR(unit->handle_object);
-    Py_CLEAR(unit->lazy_init);
     Py_CLEAR(unit->name);
     Py_CLEAR(unit->param_dtype);
     return 0;
@@ -66,7 +65,6 @@ int unit_clear(struct unit *unit) {
 int unit_visit(struct unit *unit, visitproc visit, void *arg) {
     Py_VISIT(unit->handle_object);
     Py_VISIT(unit->runtime_object);
-    Py_VISIT(unit->lazy_init);
     return 0;
 }
 
@@ -334,7 +332,8 @@ static void abandon_forward(struct unit *unit) {
 
 static int ensure_lazy_init(struct unit *unit) {
     if (unit->runtime) return 0;
-    PyObject *done = PyObject_CallNoArgs(unit->lazy_init);
+    PyObject *module = PyWeakref_GetObject(unit->module_ref); /* borrowed: it is in its own forward */
+    PyObject *done = module ? PyObject_CallMethod(module, "_lazy_init", NULL) : NULL;
     Py_XDECREF(done);
     if (!done || unit->runtime) return done ? 0 : -1;
     PyErr_Format(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);

@@ -1,0 +1,95 @@
+# `make demo` and `make test` do all the set-up; both may be called again and again.
+# Everything they install goes to .venv. PYTHON=... picks the interpreter that .venv is made from.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-fast test-native test-ranks test-parity build lint format bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
+C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp')
+PY_FILES := fsdp_c tests benchmarks examples setup.py
+PYTEST := $(BIN)/python -m pytest
+
+RANKS ?= 2
+DEMO_OUT ?= runs/demo
+DEMO_FLAGS ?=
+
+help:
+	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
+	@echo 'make test          all tests'
+	@echo 'make test-fast     unit tests and the architecture test; no ranks'
+	@echo 'make test-native   the C programs under tests/native'
+	@echo 'make test-ranks    tests on several ranks'
+	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
+	@echo 'make build         compile the extension in place'
+	@echo 'make lint format   check, or write, the formatting of C and Python'
+	@echo 'make bench         host overhead beside FSDP1 and FSDP2'
+	@echo 'make clean         remove what was built; .venv and runs/ stay'
+
+# The environment: one stamp per step, newer than what the step was made from.
+$(VENV)/.made:
+	@command -v cc >/dev/null || { echo 'error: no C compiler found (cc): install gcc or clang' >&2; exit 1; }
+	@for python in $(or $(PYTHON),$(CANDIDATES)); do \
+	    if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1; then \
+	        echo "making $(VENV) with $$("$$python" -c 'import sys; print(sys.executable)')"; \
+	        "$$python" -m venv $(VENV) && touch $@ && exit 0; \
+	    fi; \
+	done; \
+	echo 'error: no Python >= 3.10 with venv and ensurepip found (tried: $(or $(PYTHON),$(CANDIDATES)));' \
+	     'install one or call make PYTHON=/path/to/python3' >&2; exit 1
+
+$(VENV)/.base: $(VENV)/.made requirements/base.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/base.txt
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.base requirements/dev.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.base setup.py pyproject.toml
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+# Always asked, as setup.py knows what is stale, headers and flags included.
+build: $(VENV)/.installed
+	$(BIN)/python setup.py -q build_ext --inplace
+
+demo: build
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_lm.py \
+	    --out $(DEMO_OUT) $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
+
+test: build $(VENV)/.dev
+	$(PYTEST) tests
+
+test-fast: build $(VENV)/.dev
+	$(PYTEST) tests/unit tests/test_architecture.py
+
+test-native: build $(VENV)/.dev
+	$(PYTEST) tests/native
+
+test-ranks: build $(VENV)/.dev
+	$(PYTEST) tests/distributed
+
+test-parity: build $(VENV)/.dev
+	$(PYTEST) tests/parity
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check $(PY_FILES)
+	$(BIN)/ruff format --check $(PY_FILES)
+	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix $(PY_FILES)
+	$(BIN)/ruff format $(PY_FILES)
+	$(BIN)/clang-format -i $(C_FILES)
+
+bench: build
+	$(BIN)/python -m benchmarks.host_overhead
+
+clean:
+	rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis
+	rm -f $(VENV)/.installed
+	find csrc fsdp_c tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

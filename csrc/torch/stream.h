@@ -1,0 +1,54 @@
+/* Streams and events behind one interface: real on CUDA, nothing on the CPU.
+ *
+ * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a point of a stream,
+ * and another stream waits for it. The backend is a table of functions, so that a test can record what is asked of it. */
+#ifndef FSDP_TORCH_STREAM_H
+#define FSDP_TORCH_STREAM_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+enum stream_role {
+    STREAM_COMPUTE, /* the current stream of the training script */
+    STREAM_UNSHARD,
+    STREAM_POST_BACKWARD,
+    STREAM_ALL_REDUCE, /* the second half of a hybrid reduction */
+    STREAM_ROLES,
+};
+
+typedef void *stream_event; /* NULL: nothing to wait for */
+
+struct streams;
+
+struct stream_backend {
+    int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
+    int (*leave)(struct streams *streams);                        /* back to the compute stream */
+    int (*record)(struct streams *streams, enum stream_role role, stream_event *event); /* reuses *event when not NULL */
+    int (*wait)(struct streams *streams, enum stream_role role, stream_event event);
+    int (*synchronize)(struct streams *streams, stream_event event); /* the host waits */
+    void (*destroy)(struct streams *streams, stream_event event);
+};
+
+struct streams {
+    const struct stream_backend *backend;
+    PyObject *objects[STREAM_ROLES]; /* owned; torch streams, NULL on the CPU */
+    void *raw[STREAM_ROLES];         /* borrowed from objects */
+    PyObject *set_stream;            /* owned; torch.cuda.set_stream */
+};
+
+/* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */
+int streams_init(struct streams *streams, PyObject *device);
+void streams_fini(struct streams *streams);
+
+static inline bool streams_are_real(const struct streams *streams) { return streams->backend != NULL; }
+
+/* Each is a no-op without a backend, and with a NULL event. */
+int stream_enter(struct streams *streams, enum stream_role role);
+int stream_leave(struct streams *streams);
+int stream_record(struct streams *streams, enum stream_role role, stream_event *event);
+int stream_wait(struct streams *streams, enum stream_role role, stream_event event);
+int stream_synchronize(struct streams *streams, stream_event event);
+void stream_event_destroy(struct streams *streams, stream_event *event);
+
+#endif
