@@ -281,12 +281,11 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             _check_ready(unit, clean_path(path) or type(self.module).__name__, is_root=unit is self)
         for name in _HOMOGENEOUS_SETTINGS:
             _check_homogeneous(name, units)
-        self._all_fsdp_states = [unit for _, unit in units]
-        self._all_handles = [unit._handle for _, unit in units if unit._handle is not None]
-        buffers.cast_for_computation(self._all_fsdp_states, self.compute_device)
-        for unit in self._all_fsdp_states:  # inner units of a tree that this one is wrapped around, or was taken out of
+        members = [unit for _, unit in units]
+        buffers.cast_for_computation(members, self.compute_device)
+        for unit in members:  # inner units of a tree that this one is wrapped around, or was taken out of
             unit._reset_lazy_init()
-        _C.Runtime([unit._unit for unit in self._all_fsdp_states])
+        _C.Runtime([unit._unit for unit in members])
 
     def _reset_lazy_init(self) -> None:
         """Forget who the root of this unit's tree is; the next forward decides anew."""
