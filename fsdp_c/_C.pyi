@@ -1,8 +1,10 @@
 """The typed contract of the C side: read it first.
 
-Three owners nest: a ``FlatLayout`` (immutable integers) in a ``Handle`` (one flat parameter: storage and two enums) in a ``Unit``
-(one FullyShardedDataParallel instance), and the units of one tree in a ``Runtime`` (one per root). Python checks arguments once,
-names FQNs and holds context managers; every decision about sharding state is made here.
+Three owners nest: a ``FlatLayout`` (immutable integers) in a ``Handle`` (one flat parameter: storage and two enums) in
+a ``Unit`` (one FullyShardedDataParallel instance), and the units of one tree in a ``Runtime`` (one per root). Python
+checks arguments once, names FQNs and holds context managers; every decision about sharding state is made here.
+
+Attributes are read-only unless they are said to be writable.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,14 +19,14 @@ PARAM_SHARDED: int
 PARAM_UNSHARDING: int
 PARAM_UNSHARDED: int
 
-# Handle.training_state and Unit.training_state: who is using it. The handle's five have the order of torch's HandleTrainingState
+# Handle.training_state and Unit.training_state: who is using it, in the order of torch's HandleTrainingState
 USE_IDLE: int
 USE_FORWARD: int
 USE_BACKWARD_PRE: int
 USE_BACKWARD_POST: int
 USE_SUMMON_FULL_PARAMS: int
 
-# Handle.__init__(strategy=...) : the values of torch's ShardingStrategy
+# Handle.__init__(strategy=...): the values of torch's ShardingStrategy
 FULL_SHARD: int
 SHARD_GRAD_OP: int
 NO_SHARD: int
@@ -34,10 +36,13 @@ HYBRID_SHARD_ZERO2: int
 class FlatLayout:
     """Offsets, padding and shards of one flat parameter; element counts only. Immutable.
 
-    ``FlatLayout(param_numels, aligned_numel, world_size, rank, sharded)``; ValueError for a negative size, alignment or rank.
+    ``aligned_numel`` 0 packs the parameters without padding. ValueError for no parameters, a negative size or
+    alignment, or a rank outside the world; OverflowError when the total exceeds 64 bits.
     """
 
-    def __init__(self, param_numels: Sequence[int], aligned_numel: int, world_size: int, rank: int, sharded: bool) -> None: ...
+    def __init__(
+        self, param_numels: Sequence[int], aligned_numel: int, world_size: int, rank: int, sharded: bool
+    ) -> None: ...
     num_params: int
     numel: int  # alignment and divisibility padding included, right padding not
     shard_numel: int
@@ -53,42 +58,80 @@ class FlatLayout:
     numels_with_padding: tuple[int, ...]
     is_padding_mask: tuple[bool, ...]
     def shard_ranges(self, rank: int | None = None) -> tuple[tuple[bool, int, int, int], ...]:
-        """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param) for a rank, by default this one."""
+        """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param); by default of this rank."""
 
 class Handle:
     """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of FlatParamHandle."""
 
+    def __init__(
+        self,
+        *,
+        layout: FlatLayout,
+        flat_param: nn.Parameter,  # holds this rank's shard
+        params: list[nn.Parameter] | None,  # the original parameters, None unless use_orig_params
+        shapes: tuple[torch.Size, ...],
+        strides: tuple[tuple[int, ...] | None, ...],  # None for a contiguous parameter
+        slots: list[tuple[int, nn.Module, str]],  # (parameter, module, name): each parameter once in order, then shared
+        process_group: ProcessGroup,
+        replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
+        device: torch.device,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        name: str,
+        flat_param_owner: dict[str, Any] | None,  # the ``_parameters`` where "_flat_param" is registered
+        strategy: int,
+        use_orig_params: bool,
+        keep_low_precision_grads: bool,
+        skip_writeback_check: bool,
+        predivide: float,
+        postdivide: float,
+    ) -> None:
+        """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
+    op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
     flat_param: nn.Parameter
     layout: FlatLayout
     param_state: int
     training_state: int
     needs_unshard: bool
     unsharded_nbytes: int  # bytes of unsharded parameter storage alive now
-    gradient_nbytes: int  # bytes of unsharded gradient storage alive now
-    def summon_enter(self, writeback: bool) -> None:
-        """IDLE -> SUMMON_FULL_PARAMS: take over the user's edits, gather in full precision, and put full-shape Parameters on
-        the modules. Collective over the unit's group. RuntimeError when the handle is not IDLE."""
+    local_shard: Tensor | None  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
+    padded_unsharded_flat_param: Tensor | None  # 1-D, compute dtype; its storage is there only while unsharded
+    def show_sharded(self) -> None:
+        """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at construction, and
+        after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound."""
+    def writeback(self) -> None:
+        """Take over parameters and data that the user replaced. RuntimeError for one that does not fit the shard,
+        NotImplementedError for an untied shared parameter."""
+    def unshard(self) -> None:
+        """Gather the parameters in compute dtype and wait; a no-op unless sharded. Collective. The modules' parameters
+        stay as they are."""
+    def reshard(self, free_storage: bool, /) -> None:
+        """``flat_param`` shows the shard again; ``free_storage`` frees the unsharded storage. A no-op when sharded."""
+    def summon_enter(self, writeback: bool, /) -> None:
+        """IDLE -> SUMMON_FULL_PARAMS: take over the user's edits, gather in full precision, and put full-shape
+        Parameters on the modules. Collective over the unit's group. AssertionError when the handle is not IDLE."""
     def summon_exit(self) -> None:
-        """Copy this rank's part back if ``writeback`` was asked for, restore the sharded views and the storage state of before."""
+        """Copy this rank's part back if ``writeback`` was asked for; restore sharded views and storage state."""
     def summon_hide(self) -> None:
         """Inside summon: free the full parameters and show sharded ones (ranks other than 0 under rank0_only)."""
     def summon_grads(self) -> None:
-        """Inside summon: gather the gradients and put full-shape ones on the parameters. Collective. use_orig_params only."""
-    def summon_grads_exit(self, writeback: bool) -> None: ...
-    def point_params_at_shard(self) -> None:
-        """``flat_param.data`` was replaced (``.to()``), and no Runtime is bound: make the original Parameters, and their
-        gradients, parts of the new shard. use_orig_params only."""
+        """Inside summon: gather the gradients and put full-shape ones on the parameters. Collective. use_orig_params
+        only."""
+    def summon_grads_exit(self, writeback: bool, /) -> None:
+        """Copy this rank's part of the gradients back if ``writeback``; the parameters show sharded gradients again."""
     def sharded_grads(self) -> list[Tensor]:
-        """Gradients of this rank's shard that clip_grad_norm_ counts: the flat gradient, or one per original parameter."""
+        """Gradients of this rank's shard that clip_grad_norm_ counts: the flat one, or one per original parameter."""
+    def collect_user_grads(self) -> None:
+        """Take over gradients that the user zeroed, replaced or set to None between steps."""
 
 class Unit:
     """One FullyShardedDataParallel instance: the entry points of the step."""
 
     def __init__(
         self,
-        module: nn.Module,  # the FullyShardedDataParallel instance, which owns the unit; the first forward calls its _lazy_init()
-        handle: Handle | None,
+        module: nn.Module,  # the FullyShardedDataParallel instance, which owns the unit; forward calls its _lazy_init()
+        handle: Handle | None,  # None when the unit has no parameters of its own
         *,
         name: str,
         param_dtype: torch.dtype | None,  # cast of floating inputs: the mixed precision's param_dtype
@@ -97,14 +140,18 @@ class Unit:
         backward_prefetch: int,  # 0 none, 1 BACKWARD_PRE, 2 BACKWARD_POST
         forward_prefetch: bool,
         limit_all_gathers: bool,
-    ) -> None: ...
+    ) -> None:
+        """RuntimeError when called twice on one object."""
     handle: Handle | None
     runtime: Runtime | None
     is_root: bool | None  # None before lazy init
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
     sync_gradients: bool  # writable: no_sync() sets it
-    def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and propagates."""
+    def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
+        """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and
+        propagates."""
+    def set_summoning(self, summoning: bool, /) -> None:
+        """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
 
 class Runtime:
     """One root and its units, in traversal order, the root first: execution order, prefetch, final callback."""
@@ -114,10 +161,12 @@ class Runtime:
     units: tuple[Unit, ...]
     iteration: int
     def final_callback(self) -> None:
-        """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any time on a root."""
+        """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any time on a
+        root."""
     def release(self) -> None:
-        """Unbind the units, as before lazy init. Only while everything is IDLE and sharded."""
-    def reset_grad_info(self) -> None: ...
+        """Reshard and unbind the units, as before lazy init. RuntimeError amid a forward or backward."""
+    def reset_grad_info(self) -> None:
+        """``Handle.collect_user_grads`` on every handle."""
 
 def live_unsharded_nbytes() -> int:
     """Bytes of unsharded parameter storage alive in this process, over all handles."""

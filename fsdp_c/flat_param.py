@@ -1,4 +1,4 @@
-"""The flat parameter of a unit and the Python face of its handle: names and metadata; what happens to storage is in C."""
+"""The flat parameter of a unit and the Python face of its handle: names and metadata; storage is the business of C."""
 
 import itertools
 import os
@@ -112,7 +112,9 @@ class _Occurrences:
                     continue
                 if id(param) in first:
                     index, info = first[id(param)]
-                    shared = SharedParamInfo(name, submodule, module_name, info.param_name, info.module, info.module_name)
+                    shared = SharedParamInfo(
+                        name, submodule, module_name, info.param_name, info.module, info.module_name
+                    )
                     self.shared.append((index, shared))
                     continue
                 info = ParamInfo(name, submodule, module_name)
@@ -135,7 +137,9 @@ def _check_params(params: Sequence[nn.Parameter], infos: Sequence[ParamInfo], us
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
         if not param.is_floating_point():
-            raise ValueError(f"Cannot flatten integer dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states.")
+            raise ValueError(
+                f"Cannot flatten integer dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states."
+            )
         if param.dtype != first.dtype:
             raise ValueError(
                 f"Must flatten tensors with uniform dtype but got {first.dtype} ({fqns[0]}) and {param.dtype} ({fqn}). "
@@ -161,9 +165,9 @@ def _fqn(info: ParamInfo) -> str:
 class FlatParamHandle(_C.Handle):
     """One flat parameter: built here, run in C.
 
-    Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is the
-    group over which a hybrid strategy reduces its shards' gradients. Raises ValueError for parameters that do not fit into
-    one flat parameter.
+    Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is
+    the group over which a hybrid strategy reduces its shards' gradients. Raises ValueError for parameters that do not
+    fit into one flat parameter.
     """
 
     def __init__(
@@ -216,6 +220,7 @@ class FlatParamHandle(_C.Handle):
         with torch.no_grad():
             flat_param = FlatParameter(_own_part(found.params, layout), requires_grad)
         _describe(flat_param, found, layout, shapes, strides, contiguities, use_orig_params)
+        owner = getattr(fully_sharded_module, _CHECKPOINT_WRAPPED_MODULE, fully_sharded_module)
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = _predivide_factor(data_parallel_size)
         super().__init__(
@@ -233,7 +238,7 @@ class FlatParamHandle(_C.Handle):
             param_dtype=mp_param_dtype,
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
             name=type(fully_sharded_module).__name__,
-            flat_param_owner=getattr(fully_sharded_module, _CHECKPOINT_WRAPPED_MODULE, fully_sharded_module)._parameters,
+            flat_param_owner=owner._parameters,
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,
@@ -281,9 +286,9 @@ class FlatParamHandle(_C.Handle):
             )
             if info.in_shard
         ]
-        return FlatParamShardMetadata(*(tuple(column) for column in zip(*rows, strict=True))) if rows else (
-            FlatParamShardMetadata((), (), (), (), (), ())
-        )
+        if not rows:
+            return FlatParamShardMetadata((), (), (), (), (), ())
+        return FlatParamShardMetadata(*(tuple(column) for column in zip(*rows, strict=True)))
 
     def param_module_names(self) -> Iterator[tuple[str, str]]:
         """(parameter name, module name) of every occurrence, shared ones last."""

@@ -70,7 +70,8 @@ def tensors_of(output: Any) -> list[torch.Tensor]:
             found.append(tensor)
         return tensor
 
-    if isinstance(output, torch.Tensor | PackedSequence | tuple | list | set | Mapping) or dataclasses.is_dataclass(output):
+    mapped = torch.Tensor | PackedSequence | tuple | list | set | Mapping
+    if isinstance(output, mapped) or dataclasses.is_dataclass(output):
         _map(note, output)
     else:
         for leaf in pytree.tree_leaves(output):

@@ -13,26 +13,32 @@ struct public_name {
 };
 
 static struct public_name gather_names[] = {{"all_gather_single", NULL, NULL}, {"all_gather_into_tensor", NULL, NULL}};
-static struct public_name scatter_names[] = {{"reduce_scatter_single", NULL, NULL}, {"reduce_scatter_tensor", NULL, NULL}};
+static struct public_name scatter_names[] = {{"reduce_scatter_single", NULL, NULL},
+                                             {"reduce_scatter_tensor", NULL, NULL}};
 static struct public_name reduce_names[] = {{"all_reduce", NULL, NULL}};
 static PyObject *public_functions; /* owned; the dict of torch.distributed */
 
 static int names_find(struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
-        if (!(names[i].interned = PyUnicode_InternFromString(names[i].name))) return -1;
+        if (!(names[i].interned = PyUnicode_InternFromString(names[i].name)))
+            return -1;
         names[i].original = Py_XNewRef(PyDict_GetItemWithError(public_functions, names[i].interned));
-        if (!names[i].original && PyErr_Occurred()) return -1;
+        if (!names[i].original && PyErr_Occurred())
+            return -1;
     }
     return 0;
 }
 
 int collective_init(void) {
-    if (public_functions) return 0;
+    if (public_functions)
+        return 0;
     PyObject *module = PyImport_ImportModule("torch.distributed");
-    if (!module) return -1;
+    if (!module)
+        return -1;
     public_functions = Py_NewRef(PyModule_GetDict(module));
     Py_DECREF(module);
-    if (names_find(gather_names, 2) < 0 || names_find(scatter_names, 2) < 0 || names_find(reduce_names, 1) < 0) return -1;
+    if (names_find(gather_names, 2) < 0 || names_find(scatter_names, 2) < 0 || names_find(reduce_names, 1) < 0)
+        return -1;
     return 0;
 }
 
@@ -40,7 +46,8 @@ int collective_init(void) {
 static PyObject *replacement(const struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
         PyObject *now = PyDict_GetItemWithError(public_functions, names[i].interned);
-        if (now != names[i].original && now) return now;
+        if (now != names[i].original && now)
+            return now;
     }
     return NULL;
 }
@@ -49,14 +56,19 @@ int collective_group_init(struct collective_group *group, PyObject *process_grou
     memset(group, 0, sizeof *group);
     PyObject *size = PyObject_CallMethod(process_group, "size", NULL);
     PyObject *rank = PyObject_CallMethod(process_group, "rank", NULL);
-    if (!size || !rank) goto fail;
+    if (!size || !rank)
+        goto fail;
     group->world_size = PyLong_AsLongLong(size);
     group->rank = PyLong_AsLongLong(rank);
-    if (PyErr_Occurred()) goto fail;
+    if (PyErr_Occurred())
+        goto fail;
     group->group = Py_NewRef(process_group);
-    if (!(group->all_gather = PyObject_GetAttrString(process_group, "_allgather_base"))) goto fail;
-    if (!(group->reduce_scatter = PyObject_GetAttrString(process_group, "_reduce_scatter_base"))) goto fail;
-    if (!(group->all_reduce = PyObject_GetAttrString(process_group, "allreduce"))) goto fail;
+    if (!(group->all_gather = PyObject_GetAttrString(process_group, "_allgather_base")))
+        goto fail;
+    if (!(group->reduce_scatter = PyObject_GetAttrString(process_group, "_reduce_scatter_base")))
+        goto fail;
+    if (!(group->all_reduce = PyObject_GetAttrString(process_group, "allreduce")))
+        goto fail;
     Py_DECREF(size);
     Py_DECREF(rank);
     return 0;
@@ -74,7 +86,8 @@ void collective_group_fini(struct collective_group *group) {
     Py_CLEAR(group->all_reduce);
 }
 
-static PyObject *call_replacement(PyObject *function, const struct collective_group *group, PyObject *output, PyObject *input) {
+static PyObject *call_replacement(PyObject *function, const struct collective_group *group, PyObject *output,
+                                  PyObject *input) {
     PyObject *args = input ? PyTuple_Pack(2, output, input) : PyTuple_Pack(1, output);
     PyObject *kwargs = Py_BuildValue("{sO}", "group", group->group);
     PyObject *work = args && kwargs ? PyObject_Call(function, args, kwargs) : NULL;
@@ -85,19 +98,22 @@ static PyObject *call_replacement(PyObject *function, const struct collective_gr
 
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(gather_names, 2);
-    if (function) return call_replacement(function, group, output, input);
+    if (function)
+        return call_replacement(function, group, output, input);
     return PyObject_CallFunctionObjArgs(group->all_gather, output, input, NULL);
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(scatter_names, 2);
-    if (function) return call_replacement(function, group, output, input);
+    if (function)
+        return call_replacement(function, group, output, input);
     return PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, NULL);
 }
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {
     PyObject *function = replacement(reduce_names, 1);
-    if (function) return call_replacement(function, group, tensor, NULL);
+    if (function)
+        return call_replacement(function, group, tensor, NULL);
     PyObject *tensors = PyList_New(1), *work = NULL;
     if (tensors && PyList_SetItem(tensors, 0, Py_NewRef(tensor)) == 0)
         work = PyObject_CallFunctionObjArgs(group->all_reduce, tensors, NULL);

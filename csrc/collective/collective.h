@@ -10,7 +10,7 @@
 #include <stdint.h>
 
 struct collective_group {
-    PyObject *group; /* owned; a ProcessGroup, or NULL when there is none */
+    PyObject *group;                                    /* owned; a ProcessGroup, or NULL when there is none */
     PyObject *all_gather, *reduce_scatter, *all_reduce; /* owned; bound methods of the group */
     int64_t world_size;
     int64_t rank;

@@ -7,13 +7,16 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-static const struct kernel_stream *stream_of(const struct handle *handle) { return tensor_kernel_stream(&handle->local_view); }
+static const struct kernel_stream *stream_of(const struct handle *handle) {
+    return tensor_kernel_stream(&handle->local_view);
+}
 
 /* ---- receiving ---- */
 
 static int refuse_gradient(struct handle *handle, int64_t param) {
     PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. Sparse gradients "
+                 "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
+                 "Sparse gradients "
                  "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
                  (long long)handle->layout.rank, handle->name, handle->slots[param].name, handle->device);
     return -1;
@@ -28,32 +31,36 @@ static int fill_sources(struct handle *handle) {
             view->data = NULL;
             continue;
         }
-        if (tensor_view_of(grad, view) < 0) return refuse_gradient(handle, i);
+        if (tensor_view_of(grad, view) < 0)
+            return refuse_gradient(handle, i);
     }
     return 0;
 }
 
 static int pack_pending(struct handle *handle, PyObject *output, double divisor) {
     struct tensor_view view;
-    if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0) return -1;
-    return tensor_check(kernel_pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources, handle->num_params, divisor,
-                                    stream_of(handle)),
+    if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
+        return -1;
+    return tensor_check(kernel_pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources,
+                                    handle->num_params, divisor, stream_of(handle)),
                         "packing of gradients");
 }
 
 static int add_pending(struct handle *handle, PyObject *output) {
     struct tensor_view view;
-    if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0) return -1;
+    if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
+        return -1;
     return tensor_check(kernel_pack_add(view.data, view.dtype, handle->sources, handle->num_params, stream_of(handle)),
                         "accumulation of gradients");
 }
 
 static int add_tensor(struct handle *handle, PyObject *output, PyObject *input) {
     struct tensor_view to, from;
-    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0) return -1;
-    return tensor_check(kernel_accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to), 1.0,
-                                          stream_of(handle)),
-                        "accumulation of gradients");
+    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
+        return -1;
+    return tensor_check(
+        kernel_accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to), 1.0, stream_of(handle)),
+        "accumulation of gradients");
 }
 
 /* What earlier backwards left and this one adds to, borrowed or NULL. */
@@ -65,23 +72,30 @@ static PyObject *previous_gradient(struct handle *handle) {
 static int settle_pending(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *previous = previous_gradient(handle);
-    if (handle->low_precision && previous) return add_pending(handle, previous);
-    if (gradients->sum) return add_pending(handle, gradients->sum);
+    if (handle->low_precision && previous)
+        return add_pending(handle, previous);
+    if (gradients->sum)
+        return add_pending(handle, gradients->sum);
     gradients->sum = torch_empty_like(handle->gradient_like.tensor);
     return gradients->sum ? pack_pending(handle, gradients->sum, 1.0) : -1;
 }
 
 static bool has_gradient(PyObject *args, int64_t num_params) {
     for (int64_t i = 0; i < num_params; i++)
-        if (PyTuple_GetItem(args, i + 1) != Py_None) return true;
+        if (PyTuple_GetItem(args, i + 1) != Py_None)
+            return true;
     return false;
 }
 
-bool handle_has_new_gradients(const struct handle *handle) { return handle->gradients.pending != NULL; }
+bool handle_has_new_gradients(const struct handle *handle) {
+    return handle->gradients.pending != NULL;
+}
 
 int handle_receive(struct handle *handle, PyObject *args) {
-    if (!has_gradient(args, handle->num_params)) return 0;
-    if (handle->gradients.pending && settle_pending(handle) < 0) return -1;
+    if (!has_gradient(args, handle->num_params))
+        return 0;
+    if (handle->gradients.pending && settle_pending(handle) < 0)
+        return -1;
     ref_set(&handle->gradients.pending, Py_NewRef(args));
     return 0;
 }
@@ -106,18 +120,23 @@ static int add_received(struct handle *handle, PyObject *target) {
 static int divide_total(struct handle *handle, PyObject *total) {
     struct tensor_view from, to;
     PyObject *input = total;
-    if (tensor_view_of(total, &from) < 0) goto fail;
-    if (from.dtype != handle->reduce_kind) input = torch_empty_like(handle->reduce_input_like.tensor);
-    if (!input || tensor_view_of(input, &to) < 0) goto fail;
-    if (tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel, handle->predivide,
-                                        stream_of(handle)),
+    if (tensor_view_of(total, &from) < 0)
+        goto fail;
+    if (from.dtype != handle->reduce_kind)
+        input = torch_empty_like(handle->reduce_input_like.tensor);
+    if (!input || tensor_view_of(input, &to) < 0)
+        goto fail;
+    if (tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
+                                        handle->predivide, stream_of(handle)),
                      "pre-division of gradients") < 0)
         goto fail;
-    if (input != total) Py_DECREF(total);
+    if (input != total)
+        Py_DECREF(total);
     ref_set(&handle->gradients.reduce_input, input);
     return 0;
 fail:
-    if (input != total) Py_XDECREF(input);
+    if (input != total)
+        Py_XDECREF(input);
     Py_DECREF(total);
     return -1;
 }
@@ -137,13 +156,16 @@ static int pack_directly(struct handle *handle) {
 int handle_pack(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject **previous = handle->sharded ? &gradients->unsharded : &gradients->saved_shard, *total;
-    if (!*previous && !gradients->sum) return pack_directly(handle);
+    if (!*previous && !gradients->sum)
+        return pack_directly(handle);
     if (*previous) {
-        if (add_received(handle, *previous) < 0) return -1;
+        if (add_received(handle, *previous) < 0)
+            return -1;
         total = *previous;
         *previous = NULL;
     } else {
-        if (add_pending(handle, gradients->sum) < 0) return -1;
+        if (add_pending(handle, gradients->sum) < 0)
+            return -1;
         total = gradients->sum;
         gradients->sum = NULL;
         Py_CLEAR(gradients->pending);
@@ -156,9 +178,11 @@ int handle_pack(struct handle *handle) {
 int handle_accumulate_unsharded(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject **total = handle->sharded ? &gradients->unsharded : &gradients->saved_shard;
-    if (*total) return add_received(handle, *total);
+    if (*total)
+        return add_received(handle, *total);
     if (gradients->sum) {
-        if (add_pending(handle, gradients->sum) < 0) return -1;
+        if (add_pending(handle, gradients->sum) < 0)
+            return -1;
         *total = gradients->sum;
         gradients->sum = NULL;
     } else {

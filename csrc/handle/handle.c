@@ -16,7 +16,8 @@ static int overrides_setattr(PyObject *module) {
         plain = base ? PyObject_GetAttrString(base, "__setattr__") : NULL;
         Py_XDECREF(nn);
         Py_XDECREF(base);
-        if (!plain) return -1;
+        if (!plain)
+            return -1;
     }
     PyObject *own = PyObject_GetAttrString((PyObject *)Py_TYPE(module), "__setattr__");
     int result = own ? own != plain : -1;
@@ -27,7 +28,8 @@ static int overrides_setattr(PyObject *module) {
 static int slot_init(struct slot *slot, PyObject *entry) {
     long long param;
     PyObject *module, *name;
-    if (!PyArg_ParseTuple(entry, "LOO!", &param, &module, &PyUnicode_Type, &name)) return -1;
+    if (!PyArg_ParseTuple(entry, "LOO!", &param, &module, &PyUnicode_Type, &name))
+        return -1;
     slot->param = param;
     slot->module = Py_NewRef(module);
     slot->name = Py_NewRef(name);
@@ -42,26 +44,31 @@ static int slot_init(struct slot *slot, PyObject *entry) {
 static int init_slots(struct handle *handle, PyObject *slots) {
     handle->num_slots = PyList_Size(slots);
     handle->slots = PyMem_Calloc((size_t)handle->num_slots + 1, sizeof *handle->slots);
-    if (!handle->slots) return tensor_check(STATUS_NO_MEMORY, "slots of a unit");
+    if (!handle->slots)
+        return tensor_check(STATUS_NO_MEMORY, "slots of a unit");
     for (int64_t i = 0; i < handle->num_slots; i++)
-        if (slot_init(&handle->slots[i], PyList_GetItem(slots, i)) < 0) return -1;
+        if (slot_init(&handle->slots[i], PyList_GetItem(slots, i)) < 0)
+            return -1;
     return 0;
 }
 
 static int64_t *integers_from(PyObject *tuple) {
     Py_ssize_t count = PyTuple_Size(tuple);
     int64_t *integers = PyMem_Calloc((size_t)count + 1, sizeof *integers);
-    for (Py_ssize_t i = 0; integers && i < count; i++) integers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+    for (Py_ssize_t i = 0; integers && i < count; i++)
+        integers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
     return integers;
 }
 
 static int init_shapes(struct handle *handle) {
     handle->param_shapes = PyMem_Calloc((size_t)handle->num_params + 1, sizeof *handle->param_shapes);
-    if (!handle->param_shapes) return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
+    if (!handle->param_shapes)
+        return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
     for (int64_t i = 0; i < handle->num_params; i++) {
         struct param_shape *shape = &handle->param_shapes[i];
         PyObject *sizes = PyTuple_GetItem(handle->shapes, i), *strides = PyTuple_GetItem(handle->strides, i);
-        if (!sizes || !strides) return -1;
+        if (!sizes || !strides)
+            return -1;
         shape->ndim = PyTuple_Size(sizes);
         shape->sizes = integers_from(sizes);
         shape->strides = strides == Py_None ? NULL : integers_from(strides);
@@ -72,8 +79,10 @@ static int init_shapes(struct handle *handle) {
 }
 
 static int init_groups(struct handle *handle, const struct handle_spec *spec) {
-    if (collective_group_init(&handle->shard_group, spec->process_group) < 0) return -1;
-    if (spec->replicate_group == Py_None) return 0;
+    if (collective_group_init(&handle->shard_group, spec->process_group) < 0)
+        return -1;
+    if (spec->replicate_group == Py_None)
+        return 0;
     return collective_group_init(&handle->replicate_group, spec->replicate_group);
 }
 
@@ -101,9 +110,12 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
     handle->predivide = spec->predivide;
     handle->postdivide = spec->postdivide;
     init_references(handle, spec);
-    if (!handle->fallback_dtypes) goto fail;
-    if (init_slots(handle, spec->slots) < 0 || init_shapes(handle) < 0 || init_groups(handle, spec) < 0) goto fail;
-    if ((handle->op_id = handle_ops_add(handle)) < 0) goto fail;
+    if (!handle->fallback_dtypes)
+        goto fail;
+    if (init_slots(handle, spec->slots) < 0 || init_shapes(handle) < 0 || init_groups(handle, spec) < 0)
+        goto fail;
+    if ((handle->op_id = handle_ops_add(handle)) < 0)
+        goto fail;
     return 0;
 fail:
     handle_fini(handle);

@@ -21,25 +21,31 @@
 #include "layout/layout.h"
 #include "torch/buffer.h"
 
-enum sharding_strategy { FULL_SHARD = 1, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 }; /* torch's values */
+enum sharding_strategy {
+    FULL_SHARD = 1,
+    SHARD_GRAD_OP,
+    NO_SHARD,
+    HYBRID_SHARD,
+    HYBRID_SHARD_ZERO2
+}; /* torch's values */
 
 enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATES };
 
 enum training_state { /* the order of torch's HandleTrainingState */
-    USE_IDLE,
-    USE_FORWARD,
-    USE_BACKWARD_PRE,
-    USE_BACKWARD_POST,
-    USE_SUMMON_FULL_PARAMS,
-    USE_STATES
+                      USE_IDLE,
+                      USE_FORWARD,
+                      USE_BACKWARD_PRE,
+                      USE_BACKWARD_POST,
+                      USE_SUMMON_FULL_PARAMS,
+                      USE_STATES
 };
 
 /* What the slots of the modules show. */
 enum shown {
-    SHOWN_NOTHING,      /* just built */
-    SHOWN_SHARDED,      /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
-    SHOWN_VIEWS,        /* plain tensors over the unsharded storage, with autograd history in a forward */
-    SHOWN_FULL_PARAMS,  /* Parameters of full shape, inside summon_full_params */
+    SHOWN_NOTHING,     /* just built */
+    SHOWN_SHARDED,     /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
+    SHOWN_VIEWS,       /* plain tensors over the unsharded storage, with autograd history in a forward */
+    SHOWN_FULL_PARAMS, /* Parameters of full shape, inside summon_full_params */
 };
 
 /* Where one parameter (or one more name of a shared one) is found in a module. */
@@ -63,14 +69,16 @@ enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED };
 
 /* Gradients of one unit on their way from autograd to the optimizer. */
 struct gradients {
-    PyObject *pending;     /* owned; tuple of this backward's latest contribution: (context, gradient or None per parameter) */
-    PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
-    PyObject *unsharded;   /* owned; accumulated under no_sync in earlier backwards, compute dtype, padded unsharded size */
+    PyObject
+        *pending;  /* owned; tuple of this backward's latest contribution: (context, gradient or None per parameter) */
+    PyObject *sum; /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
+    PyObject
+        *unsharded; /* owned; accumulated under no_sync in earlier backwards, compute dtype, padded unsharded size */
     PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
-    PyObject *work;        /* owned; the reduce-scatter in flight */
+    PyObject *work;                         /* owned; the reduce-scatter in flight */
     enum grad_kind kind;
-    bool in_backward;      /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
+    bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
 };
 
 struct handle {
@@ -88,32 +96,32 @@ struct handle {
     double predivide, postdivide;
     struct collective_group shard_group;
     struct collective_group replicate_group; /* .group NULL unless hybrid */
-    PyObject *name; /* owned; str, names the unit in errors */
+    PyObject *name;                          /* owned; str, names the unit in errors */
 
     int64_t num_params;
-    PyObject *flat_param; /* owned; the optimizer's and the user's object, never replaced */
-    PyObject *params;     /* owned; list of the original Parameters, NULL unless use_orig_params */
-    PyObject *shapes, *strides; /* owned; tuples; a stride entry is None for a contiguous parameter */
+    PyObject *flat_param;             /* owned; the optimizer's and the user's object, never replaced */
+    PyObject *params;                 /* owned; list of the original Parameters, NULL unless use_orig_params */
+    PyObject *shapes, *strides;       /* owned; tuples; a stride entry is None for a contiguous parameter */
     struct param_shape *param_shapes; /* owned; the same as integers */
-    int64_t op_id;              /* by which torch.ops.fsdp_c find the handle */
-    struct slot *slots;         /* owned; the first num_params are the parameters in order, then shared names */
+    int64_t op_id;                    /* by which torch.ops.fsdp_c find the handle */
+    struct slot *slots;               /* owned; the first num_params are the parameters in order, then shared names */
     int64_t num_slots;
-    PyObject *empty_param;      /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
-    PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
+    PyObject *empty_param;     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
+    PyObject *fallback_dtypes; /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
 
     /* from lazy init on */
     bool ready;
-    PyObject *device; /* owned; compute device */
+    PyObject *device;                                  /* owned; compute device */
     PyObject *orig_dtype, *param_dtype, *reduce_dtype; /* owned; torch.dtype */
     enum dtype orig_kind, param_kind, reduce_kind;
-    bool low_precision; /* param_dtype != orig_dtype */
-    PyObject *local_shard; /* owned; 1-D, original dtype, shares storage with the sharded flat_param */
+    bool low_precision;            /* param_dtype != orig_dtype */
+    PyObject *local_shard;         /* owned; 1-D, original dtype, shares storage with the sharded flat_param */
     struct tensor_view local_view; /* borrowed from local_shard */
     struct buffer full;            /* compute dtype; unused when full_is_local */
     bool full_is_local;            /* NO_SHARD without mixed precision: the local shard is the unsharded parameter */
     PyObject *full_data;           /* owned; full without right padding */
     struct buffer low_precision_shard; /* compute dtype; only with low_precision and sharded */
-    PyObject *views;               /* owned; tuple, one per parameter over full */
+    PyObject *views;                   /* owned; tuple, one per parameter over full */
     struct buffer full_precision;  /* original dtype, made when first asked for; only with low_precision and sharded */
     PyObject *full_precision_data; /* owned */
     struct pack_source *sources;   /* owned scratch: one per parameter, offsets and strides filled once */
@@ -125,8 +133,8 @@ struct handle {
     PyObject *unshard_work; /* owned; the all-gather in flight */
 
     /* inside summon_full_params */
-    PyObject *summon_full;  /* owned; the full flat parameter shown, NULL outside and when hidden */
-    PyObject *summon_grad;  /* owned; the full gradient shown, NULL when there is none */
+    PyObject *summon_full; /* owned; the full flat parameter shown, NULL outside and when hidden */
+    PyObject *summon_grad; /* owned; the full gradient shown, NULL when there is none */
     bool summon_writeback, summon_freed_after;
     PyObject *flat_param_owner; /* owned; the dict where "_flat_param" is registered, NULL when it is not */
 
@@ -168,12 +176,12 @@ int64_t handle_unsharded_nbytes(const struct handle *handle);
 int handle_show_views(struct handle *handle, PyObject *views); /* tuple, one per parameter */
 int handle_show_sharded(struct handle *handle);
 int handle_show_full_params(struct handle *handle, PyObject *full /* flat, unsharded */);
-int handle_point_params_at_shard(struct handle *handle); /* params[i].data = its part of the shard */
+int handle_point_params_at_shard(struct handle *handle);            /* params[i].data = its part of the shard */
 PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple */
 
 /* writeback.c */
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
-int handle_writeback(struct handle *handle); /* take over Parameters and data the user replaced. 0 or -1 */
+int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
 
 /* summon.c: the verbs of summon_full_params; see _C.pyi */
 int handle_summon_enter(struct handle *handle, bool writeback);
@@ -185,15 +193,16 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 /* gradients.c and reduce.c */
 bool handle_has_new_gradients(const struct handle *handle);
 int handle_receive(struct handle *handle, PyObject *args); /* one contribution: the arguments of the node's backward */
-int handle_prepare_gradient(struct handle *handle);  /* first pre-backward: move a sharded .grad aside, to accumulate onto */
-int handle_pack(struct handle *handle);              /* what was received becomes the reduction's input, and is released */
-int handle_reduce_enqueue(struct handle *handle);    /* start the reduction of what was packed */
-int handle_reduce_finish(struct handle *handle);     /* wait, post-divide, accumulate into saved_shard */
+int handle_prepare_gradient(
+    struct handle *handle);             /* first pre-backward: move a sharded .grad aside, to accumulate onto */
+int handle_pack(struct handle *handle); /* what was received becomes the reduction's input, and is released */
+int handle_reduce_enqueue(struct handle *handle);       /* start the reduction of what was packed */
+int handle_reduce_finish(struct handle *handle);        /* wait, post-divide, accumulate into saved_shard */
 int handle_accumulate_unsharded(struct handle *handle); /* no_sync: add what was received, and show it as .grad */
-int handle_hand_over(struct handle *handle);         /* saved_shard becomes .grad */
-int handle_show_flat_grad(struct handle *handle);    /* the original parameters' .grad follow flat_param.grad */
+int handle_hand_over(struct handle *handle);            /* saved_shard becomes .grad */
+int handle_show_flat_grad(struct handle *handle);       /* the original parameters' .grad follow flat_param.grad */
 int handle_show_full_grad(struct handle *handle, PyObject *grad); /* ... follow a full-size flat gradient, or None */
 int handle_collect_user_grads(struct handle *handle); /* what the user zeroed or replaced since the last step */
-void handle_drop_gradients(struct handle *handle);   /* after an exception: nothing of this backward is kept */
+void handle_drop_gradients(struct handle *handle);    /* after an exception: nothing of this backward is kept */
 
 #endif

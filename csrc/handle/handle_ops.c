@@ -24,12 +24,14 @@ int64_t handle_ops_add(struct handle *handle) {
 }
 
 void handle_ops_remove(int64_t id) {
-    if (id > 0 && id < num_handles) handles[id] = NULL;
+    if (id > 0 && id < num_handles)
+        handles[id] = NULL;
 }
 
 static struct handle *find(const char *op, int64_t id) {
     bool known = id > 0 && id < num_handles && handles[id];
-    OP_CHECK(known, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op, (long long)id);
+    OP_CHECK(known, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op,
+             (long long)id);
     OP_CHECK(handles[id]->ready, "%s: handle %lld is not initialised: run a forward first", op, (long long)id);
     return handles[id];
 }
@@ -56,20 +58,24 @@ static int unshard_now(struct handle *handle) {
     return handle_unshard_enqueue(handle) < 0 ? -1 : handle_unshard_wait(handle);
 }
 
-static int reshard_now(struct handle *handle) { return handle_reshard(handle, true); }
+static int reshard_now(struct handle *handle) {
+    return handle_reshard(handle, true);
+}
 
 /* Run `verb` with the lock held, and turn an exception into the op's. */
 static void run(const char *op, struct handle *handle, int (*verb)(struct handle *)) {
     char message[400] = "";
     PyGILState_STATE lock = PyGILState_Ensure();
     int result = verb(handle);
-    if (result < 0) take_exception(message, sizeof message);
+    if (result < 0)
+        take_exception(message, sizeof message);
     PyGILState_Release(lock);
     OP_CHECK(result == 0, "%s: %s", op, message);
 }
 
 static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
-    OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->param_kind && full->is_contiguous,
+    OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->param_kind &&
+                 full->is_contiguous,
              "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
              (long long)handle->layout.padded_numel);
 }
@@ -108,7 +114,8 @@ static void nothing_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t n
 static StableIValue int_list(const int64_t *values, int64_t count) {
     StableListHandle list = NULL;
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)count, &list));
-    for (int64_t i = 0; i < count; i++) OP_CALL(torch_abi.torch_list_push_back(list, (StableIValue)values[i]));
+    for (int64_t i = 0; i < count; i++)
+        OP_CALL(torch_abi.torch_list_push_back(list, (StableIValue)values[i]));
     return (StableIValue)(uintptr_t)list;
 }
 
@@ -168,7 +175,8 @@ static bool register_all(void) {
 int handle_ops_init(void) {
     static bool registered;
     if (!registered && !register_all()) {
-        PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s", op_error_text("torch refused them"));
+        PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
+                     op_error_text("torch refused them"));
         return -1;
     }
     registered = true;

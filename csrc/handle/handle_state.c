@@ -2,25 +2,25 @@
 #include "handle/handle.h"
 
 static const bool param_allowed[PARAM_STATES][PARAM_STATES] = {
-    [PARAM_SHARDED] = {[PARAM_UNSHARDING] = true},    /* all-gather enqueued */
-    [PARAM_UNSHARDING] = {[PARAM_UNSHARDED] = true,   /* compute waits for it */
-                          [PARAM_SHARDED] = true},    /* prefetched, then not needed */
-    [PARAM_UNSHARDED] = {[PARAM_SHARDED] = true},     /* full storage freed */
+    [PARAM_SHARDED] = {[PARAM_UNSHARDING] = true},  /* all-gather enqueued */
+    [PARAM_UNSHARDING] = {[PARAM_UNSHARDED] = true, /* compute waits for it */
+                          [PARAM_SHARDED] = true},  /* prefetched, then not needed */
+    [PARAM_UNSHARDED] = {[PARAM_SHARDED] = true},   /* full storage freed */
 };
 
 static const bool training_allowed[USE_STATES][USE_STATES] = {
     [USE_IDLE] = {[USE_IDLE] = true,
-                  [USE_FORWARD] = true,               /* pre-forward */
-                  [USE_BACKWARD_PRE] = true,          /* pre-backward hook */
-                  [USE_BACKWARD_POST] = true,         /* gradients without a pre-backward: no output carried a hook */
+                  [USE_FORWARD] = true,       /* pre-forward */
+                  [USE_BACKWARD_PRE] = true,  /* pre-backward hook */
+                  [USE_BACKWARD_POST] = true, /* gradients without a pre-backward: no output carried a hook */
                   [USE_SUMMON_FULL_PARAMS] = true},
-    [USE_FORWARD] = {[USE_IDLE] = true},              /* post-forward */
-    [USE_BACKWARD_PRE] = {[USE_BACKWARD_POST] = true, /* all gradients have come */
-                          [USE_IDLE] = true},         /* final callback, no gradient came */
+    [USE_FORWARD] = {[USE_IDLE] = true},               /* post-forward */
+    [USE_BACKWARD_PRE] = {[USE_BACKWARD_POST] = true,  /* all gradients have come */
+                          [USE_IDLE] = true},          /* final callback, no gradient came */
     [USE_BACKWARD_POST] = {[USE_BACKWARD_POST] = true, /* a second graph over the unit in the same backward */
                            [USE_BACKWARD_PRE] = true,
-                           [USE_FORWARD] = true,      /* recomputed by a reentrant checkpoint after its gradients came */
-                           [USE_IDLE] = true},        /* final callback */
+                           [USE_FORWARD] = true, /* recomputed by a reentrant checkpoint after its gradients came */
+                           [USE_IDLE] = true},   /* final callback */
     [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
 };
 
@@ -28,17 +28,23 @@ static const char *const param_names[PARAM_STATES] = {"SHARDED", "UNSHARDING", "
 static const char *const training_names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
                                                        "SUMMON_FULL_PARAMS"};
 
-const char *training_state_name(enum training_state state) { return training_names[state]; }
+const char *training_state_name(enum training_state state) {
+    return training_names[state];
+}
 
 static int refuse(const struct handle *handle, const char *from, const char *to) {
-    PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s", (long long)handle->layout.rank,
-                 handle->name, from, to);
+    PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s",
+                 (long long)handle->layout.rank, handle->name, from, to);
     return -1;
 }
 
-static void write_param_state(struct handle *handle, enum param_state state) { handle->param_state = state; }
+static void write_param_state(struct handle *handle, enum param_state state) {
+    handle->param_state = state;
+}
 
-static void write_training_state(struct handle *handle, enum training_state state) { handle->training_state = state; }
+static void write_training_state(struct handle *handle, enum training_state state) {
+    handle->training_state = state;
+}
 
 int handle_set_param_state(struct handle *handle, enum param_state state) {
     if (!param_allowed[handle->param_state][state])
@@ -54,4 +60,6 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
     return 0;
 }
 
-void handle_force_idle(struct handle *handle) { write_training_state(handle, USE_IDLE); }
+void handle_force_idle(struct handle *handle) {
+    write_training_state(handle, USE_IDLE);
+}

@@ -3,7 +3,9 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-static const struct kernel_stream *stream_of(const struct handle *handle) { return tensor_kernel_stream(&handle->local_view); }
+static const struct kernel_stream *stream_of(const struct handle *handle) {
+    return tensor_kernel_stream(&handle->local_view);
+}
 
 /* ---- reduction ---- */
 
@@ -14,7 +16,8 @@ int handle_reduce_enqueue(struct handle *handle) {
         gradients->work = collective_all_reduce(&handle->shard_group, gradients->reduce_output);
     } else {
         gradients->reduce_output = torch_empty_like(handle->reduce_output_like.tensor);
-        if (!gradients->reduce_output) return -1;
+        if (!gradients->reduce_output)
+            return -1;
         gradients->work =
             collective_reduce_scatter(&handle->shard_group, gradients->reduce_output, gradients->reduce_input);
     }
@@ -23,7 +26,8 @@ int handle_reduce_enqueue(struct handle *handle) {
 
 static int cast_divide(struct handle *handle, PyObject *output, PyObject *input, double divisor) {
     struct tensor_view to, from;
-    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0) return -1;
+    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
+        return -1;
     return tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from), divisor,
                                            stream_of(handle)),
                         "post-division of gradients");
@@ -32,13 +36,15 @@ static int cast_divide(struct handle *handle, PyObject *output, PyObject *input,
 /* A new tensor of the values of `input`, in the dtype of the sharded parameter. */
 static PyObject *cast_to_shard_dtype(struct handle *handle, PyObject *input) {
     PyObject *output = torch_empty_like(handle->local_shard);
-    if (output && cast_divide(handle, output, input, 1.0) < 0) Py_CLEAR(output);
+    if (output && cast_divide(handle, output, input, 1.0) < 0)
+        Py_CLEAR(output);
     return output;
 }
 
 static int accumulate_output(struct handle *handle, PyObject *output) {
     struct tensor_view to, from;
-    if (tensor_view_of(handle->gradients.saved_shard, &to) < 0 || tensor_view_of(output, &from) < 0) return -1;
+    if (tensor_view_of(handle->gradients.saved_shard, &to) < 0 || tensor_view_of(output, &from) < 0)
+        return -1;
     return tensor_check(kernel_accumulate(to.data, to.dtype, from.data, from.dtype, handle->layout.shard_numel,
                                           handle->postdivide, stream_of(handle)),
                         "accumulation of a reduced gradient");
@@ -47,8 +53,10 @@ static int accumulate_output(struct handle *handle, PyObject *output) {
 /* saved_shard = post-divided output, or += it. */
 static int save_output(struct handle *handle, PyObject *output) {
     struct gradients *gradients = &handle->gradients;
-    if (handle->sharded && gradients->saved_shard) return accumulate_output(handle, output);
-    if (handle->postdivide != 1.0 && cast_divide(handle, output, output, handle->postdivide) < 0) return -1;
+    if (handle->sharded && gradients->saved_shard)
+        return accumulate_output(handle, output);
+    if (handle->postdivide != 1.0 && cast_divide(handle, output, output, handle->postdivide) < 0)
+        return -1;
     bool keep = handle->reduce_kind == handle->orig_kind || (!handle->sharded && handle->keep_low_precision_grads);
     ref_set(&gradients->saved_shard, keep ? Py_NewRef(output) : cast_to_shard_dtype(handle, output));
     return gradients->saved_shard ? 0 : -1;
@@ -57,14 +65,16 @@ static int save_output(struct handle *handle, PyObject *output) {
 int handle_reduce_finish(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *work = gradients->work;
-    if (!work) return 0;
+    if (!work)
+        return 0;
     gradients->work = NULL;
     int result = collective_wait(work);
     if (!result && handle->replicate_group.group) {
         work = collective_all_reduce(&handle->replicate_group, gradients->reduce_output);
         result = work ? collective_wait(work) : -1;
     }
-    if (!result) result = save_output(handle, gradients->reduce_output);
+    if (!result)
+        result = save_output(handle, gradients->reduce_output);
     Py_CLEAR(gradients->reduce_input);
     Py_CLEAR(gradients->reduce_output);
     return result;
@@ -78,7 +88,8 @@ static PyObject *split(PyObject *tensor, PyObject *sizes) {
 
 static PyObject *shaped(struct handle *handle, PyObject *piece, int64_t param) {
     PyObject *strides = PyTuple_GetItem(handle->strides, param), *shape = PyTuple_GetItem(handle->shapes, param);
-    if (strides == Py_None) return PyObject_CallMethod(piece, "view", "(O)", shape);
+    if (strides == Py_None)
+        return PyObject_CallMethod(piece, "view", "(O)", shape);
     return PyObject_CallMethod(piece, "as_strided", "OO", shape, strides);
 }
 
@@ -88,7 +99,8 @@ static int set_foreign_grad(PyObject *param, PyObject *grad) {
     int result = data ? torch_set_data(param, grad) : -1;
     if (!result) {
         result = torch_set_grad(param, grad);
-        if (torch_set_data(param, data) < 0) result = -1;
+        if (torch_set_data(param, data) < 0)
+            result = -1;
     }
     Py_XDECREF(data);
     return result;
@@ -97,7 +109,8 @@ static int set_foreign_grad(PyObject *param, PyObject *grad) {
 static int clear_grad(PyObject *param) {
     PyObject *grad = torch_get_grad(param);
     int result = grad ? 0 : -1;
-    if (grad && grad != Py_None) result = torch_set_grad(param, Py_None);
+    if (grad && grad != Py_None)
+        result = torch_set_grad(param, Py_None);
     Py_XDECREF(grad);
     return result;
 }
@@ -143,28 +156,33 @@ static int show_unsharded_grads(struct handle *handle, PyObject *grad) {
 }
 
 static int show_grads(struct handle *handle, PyObject *grad) {
-    if (!handle->use_orig_params) return 0;
+    if (!handle->use_orig_params)
+        return 0;
     return handle->sharded && handle->gradients.kind == GRAD_SHARDED ? show_sharded_grads(handle, grad)
                                                                      : show_unsharded_grads(handle, grad);
 }
 
 static PyObject *hand_over_dtype(struct handle *handle, PyObject *grad) {
-    if (!handle->keep_low_precision_grads || !handle->low_precision) return Py_NewRef(grad);
+    if (!handle->keep_low_precision_grads || !handle->low_precision)
+        return Py_NewRef(grad);
     return PyObject_CallMethod(grad, "to", "O", handle->param_dtype);
 }
 
 /* flat_param.grad = grad, which has the shape and dtype of the shard in the usual step. */
 static int set_flat_grad(struct handle *handle, PyObject *grad) {
     struct tensor_view view;
-    if (tensor_view_of(grad, &view) < 0) return -1;
+    if (tensor_view_of(grad, &view) < 0)
+        return -1;
     bool fits = view.dtype == handle->orig_kind && view.ndim == 1 && view.sizes[0] == handle->layout.shard_numel;
     return fits ? torch_set_grad(handle->flat_param, grad) : set_foreign_grad(handle->flat_param, grad);
 }
 
 static int show_no_sync(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
-    if (gradients->kind == GRAD_UNSHARDED) return 0; /* accumulated in place: shown already */
-    PyObject *grad = PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)handle->layout.numel);
+    if (gradients->kind == GRAD_UNSHARDED)
+        return 0; /* accumulated in place: shown already */
+    PyObject *grad =
+        PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)handle->layout.numel);
     int result = grad ? set_foreign_grad(handle->flat_param, grad) : -1;
     Py_XDECREF(grad);
     gradients->kind = GRAD_UNSHARDED;
@@ -177,7 +195,8 @@ static int show_reduced(struct handle *handle) {
     Py_CLEAR(gradients->saved_shard);
     gradients->kind = GRAD_SHARDED;
     int result = grad ? set_flat_grad(handle, grad) : -1;
-    if (!result) result = show_grads(handle, grad);
+    if (!result)
+        result = show_grads(handle, grad);
     Py_XDECREF(grad);
     return result;
 }
@@ -185,23 +204,29 @@ static int show_reduced(struct handle *handle) {
 int handle_hand_over(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     gradients->in_backward = false;
-    if (gradients->unsharded) return show_no_sync(handle); /* what was reduced before stays aside until the next reduction */
+    if (gradients->unsharded)
+        return show_no_sync(handle); /* what was reduced before stays aside until the next reduction */
     return gradients->saved_shard ? show_reduced(handle) : 0;
 }
 
 int handle_show_full_grad(struct handle *handle, PyObject *grad) {
-    if (grad != Py_None) return show_unsharded_grads(handle, grad);
+    if (grad != Py_None)
+        return show_unsharded_grads(handle, grad);
     for (int64_t i = 0; i < handle->num_params; i++)
-        if (clear_grad(PyList_GetItem(handle->params, i)) < 0) return -1;
+        if (clear_grad(PyList_GetItem(handle->params, i)) < 0)
+            return -1;
     return 0;
 }
 
 int handle_show_flat_grad(struct handle *handle) {
-    if (!handle->use_orig_params) return 0;
-    if (handle->gradients.kind == GRAD_UNSHARDED) return show_unsharded_grads(handle, handle->gradients.unsharded);
+    if (!handle->use_orig_params)
+        return 0;
+    if (handle->gradients.kind == GRAD_UNSHARDED)
+        return show_unsharded_grads(handle, handle->gradients.unsharded);
     PyObject *grad = torch_get_grad(handle->flat_param);
     int result = grad ? 0 : -1;
-    if (grad) result = grad == Py_None ? handle_show_full_grad(handle, grad) : show_grads(handle, grad);
+    if (grad)
+        result = grad == Py_None ? handle_show_full_grad(handle, grad) : show_grads(handle, grad);
     Py_XDECREF(grad);
     return result;
 }
@@ -211,7 +236,8 @@ int handle_show_flat_grad(struct handle *handle) {
 static int take_flat_grad(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *grad = torch_get_grad(handle->flat_param);
-    if (!grad) return -1;
+    if (!grad)
+        return -1;
     if (grad == Py_None) {
         Py_DECREF(grad);
         Py_CLEAR(gradients->unsharded);
@@ -226,21 +252,25 @@ static int take_flat_grad(struct handle *handle) {
     gradients->kind = GRAD_NONE;
     struct tensor_view view;
     int result = tensor_view_of(grad, &view);
-    if (!result && handle->sharded && view.dtype != handle->orig_kind) ref_set(&grad, cast_to_shard_dtype(handle, grad));
-    if (!result && grad) result = torch_set_grad(handle->flat_param, Py_None);
+    if (!result && handle->sharded && view.dtype != handle->orig_kind)
+        ref_set(&grad, cast_to_shard_dtype(handle, grad));
+    if (!result && grad)
+        result = torch_set_grad(handle->flat_param, Py_None);
     ref_set(&gradients->saved_shard, grad);
     return grad ? result : -1;
 }
 
 int handle_prepare_gradient(struct handle *handle) {
-    if (handle->gradients.in_backward) return 0;
+    if (handle->gradients.in_backward)
+        return 0;
     handle->gradients.in_backward = true;
     return take_flat_grad(handle);
 }
 
 /* Where parameter `param` lies in the flat gradient, or -1. */
 static int64_t grad_offset(const struct handle *handle, int64_t param) {
-    if (!handle->sharded || handle->gradients.kind == GRAD_UNSHARDED) return layout_param_offset(&handle->layout, param);
+    if (!handle->sharded || handle->gradients.kind == GRAD_UNSHARDED)
+        return layout_param_offset(&handle->layout, param);
     const struct layout_shard_range *range = &handle->layout.shard_ranges[param];
     return range->in_shard && range->numel_in_shard ? range->offset_in_shard : -1;
 }
@@ -248,8 +278,8 @@ static int64_t grad_offset(const struct handle *handle, int64_t param) {
 /* The parameter's own part of the flat gradient, in the shape the parameter's gradient has. */
 static PyObject *grad_part(struct handle *handle, PyObject *flat_grad, int64_t param, int64_t offset) {
     if (!handle->sharded || handle->gradients.kind == GRAD_UNSHARDED)
-        return torch_view(flat_grad, offset, layout_param_numel(&handle->layout, param), PyTuple_GetItem(handle->shapes, param),
-                          PyTuple_GetItem(handle->strides, param));
+        return torch_view(flat_grad, offset, layout_param_numel(&handle->layout, param),
+                          PyTuple_GetItem(handle->shapes, param), PyTuple_GetItem(handle->strides, param));
     return PyObject_CallMethod(flat_grad, "narrow", "iLL", 0, (long long)offset,
                                (long long)handle->layout.shard_ranges[param].numel_in_shard);
 }
@@ -259,13 +289,18 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
                               PyObject *grad) {
     int64_t offset = grad_offset(handle, param);
     struct tensor_view view;
-    if (offset < 0) return 0;
+    if (offset < 0)
+        return 0;
     if (grad != Py_None) {
-        if (tensor_view_of(grad, &view) < 0) return -1;
-        if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype)) return 0;
+        if (tensor_view_of(grad, &view) < 0)
+            return -1;
+        if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
+            return 0;
     }
     PyObject *part = grad_part(handle, flat_grad, param, offset), *done = NULL;
-    if (part) done = grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL) : PyObject_CallMethod(part, "copy_", "O", grad);
+    if (part)
+        done =
+            grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL) : PyObject_CallMethod(part, "copy_", "O", grad);
     Py_XDECREF(part);
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -274,25 +309,31 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
 /* 1 when some original parameter has a gradient, 0 when none has, -1 on error. */
 static int any_param_grad(struct handle *handle) {
     for (int64_t i = 0; i < handle->num_params; i++) {
-        if (grad_offset(handle, i) < 0) continue;
+        if (grad_offset(handle, i) < 0)
+            continue;
         PyObject *grad = torch_get_grad(PyList_GetItem(handle->params, i));
-        if (!grad) return -1;
+        if (!grad)
+            return -1;
         bool some = grad != Py_None;
         Py_DECREF(grad);
-        if (some) return 1;
+        if (some)
+            return 1;
     }
     return 0;
 }
 
 static PyObject *flat_grad_or_zeros(struct handle *handle) {
     PyObject *grad = torch_get_grad(handle->flat_param);
-    if (!grad || grad != Py_None) return grad;
+    if (!grad || grad != Py_None)
+        return grad;
     PyObject *zeros = torch_empty_like(handle->local_shard), *done = NULL;
     Py_DECREF(grad);
-    if (zeros) done = PyObject_CallMethod(zeros, "zero_", NULL);
+    if (zeros)
+        done = PyObject_CallMethod(zeros, "zero_", NULL);
     Py_XDECREF(done);
     handle->gradients.kind = GRAD_SHARDED;
-    if (!done || set_foreign_grad(handle->flat_param, zeros) < 0) Py_CLEAR(zeros);
+    if (!done || set_foreign_grad(handle->flat_param, zeros) < 0)
+        Py_CLEAR(zeros);
     return zeros;
 }
 
@@ -312,20 +353,24 @@ static int collect_all(struct handle *handle) {
 static int drop_flat_grad(struct handle *handle) {
     Py_CLEAR(handle->gradients.unsharded);
     Py_CLEAR(handle->gradients.saved_shard);
-    if (handle->gradients.kind == GRAD_NONE) return 0;
+    if (handle->gradients.kind == GRAD_NONE)
+        return 0;
     handle->gradients.kind = GRAD_NONE;
     return torch_set_grad(handle->flat_param, Py_None);
 }
 
 int handle_collect_user_grads(struct handle *handle) {
-    if (!handle->ready || handle->gradients.in_backward) return 0;
+    if (!handle->ready || handle->gradients.in_backward)
+        return 0;
     if (!handle->use_orig_params) {
         PyObject *grad = torch_get_grad(handle->flat_param);
-        if (!grad) return -1;
+        if (!grad)
+            return -1;
         Py_DECREF(grad);
         return grad == Py_None ? drop_flat_grad(handle) : 0;
     }
     int some = any_param_grad(handle);
-    if (some < 0) return -1;
+    if (some < 0)
+        return -1;
     return some ? collect_all(handle) : drop_flat_grad(handle);
 }

@@ -7,28 +7,33 @@
 
 static PyObject *flat_param_key(void) {
     static PyObject *key; /* owned for ever */
-    if (!key) key = PyUnicode_InternFromString("_flat_param");
+    if (!key)
+        key = PyUnicode_InternFromString("_flat_param");
     return key;
 }
 
 static int hide_flat_param(struct handle *handle) {
     PyObject *owner = handle->flat_param_owner, *key = flat_param_key();
-    if (!owner || !key || PyDict_Contains(owner, key) != 1) return PyErr_Occurred() ? -1 : 0;
+    if (!owner || !key || PyDict_Contains(owner, key) != 1)
+        return PyErr_Occurred() ? -1 : 0;
     return PyDict_DelItem(owner, key);
 }
 
 static int restore_flat_param(struct handle *handle) {
     PyObject *key = flat_param_key();
-    if (handle->use_orig_params || !handle->flat_param_owner || !key) return key ? 0 : -1;
+    if (handle->use_orig_params || !handle->flat_param_owner || !key)
+        return key ? 0 : -1;
     return PyDict_SetItem(handle->flat_param_owner, key, handle->flat_param);
 }
 
 /* ---- parameters ---- */
 
 static int require_idle(const struct handle *handle) {
-    if (handle->training_state == USE_IDLE) return 0;
+    if (handle->training_state == USE_IDLE)
+        return 0;
     PyErr_Format(PyExc_AssertionError,
-                 "rank %lld, unit %S: cannot gather full parameters while the unit is in %s. Leave the forward, the backward or the "
+                 "rank %lld, unit %S: cannot gather full parameters while the unit is in %s. Leave the forward, the "
+                 "backward or the "
                  "enclosing summon_full_params() first.",
                  (long long)handle->layout.rank, handle->name, training_state_name(handle->training_state));
     return -1;
@@ -37,24 +42,31 @@ static int require_idle(const struct handle *handle) {
 /* The full-precision flat parameter, new reference; gathered unless it is there. */
 static PyObject *gather(struct handle *handle) {
     handle->summon_freed_after = handle->param_state == PARAM_SHARDED;
-    if (!handle->sharded) return Py_NewRef(handle->local_shard);
+    if (!handle->sharded)
+        return Py_NewRef(handle->local_shard);
     if (handle->low_precision) {
         /* a low-precision copy that is still gathered would be stale after a writeback */
-        if (handle_reshard(handle, true) < 0 || handle_gather_full_precision(handle) < 0) return NULL;
+        if (handle_reshard(handle, true) < 0 || handle_gather_full_precision(handle) < 0)
+            return NULL;
         return Py_NewRef(handle->full_precision_data);
     }
-    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0) return NULL;
+    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
+        return NULL;
     return Py_NewRef(handle->full_data);
 }
 
 int handle_summon_enter(struct handle *handle, bool writeback) {
-    if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0) return -1;
-    if (!handle->skip_writeback_check && handle_writeback(handle) < 0) return -1;
+    if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
+        return -1;
+    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+        return -1;
     PyObject *full = gather(handle);
-    if (!full) return -1;
+    if (!full)
+        return -1;
     handle->summon_writeback = writeback;
     ref_set(&handle->summon_full, full);
-    if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) < 0) return -1;
+    if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) < 0)
+        return -1;
     return hide_flat_param(handle) < 0 ? -1 : handle_show_full_params(handle, full);
 }
 
@@ -69,11 +81,15 @@ static int copy_to(PyObject *tensor, PyObject *source) {
 /* A Parameter whose data the user replaced is copied to where its data was. */
 static int settle_replaced(struct handle *handle, PyObject *views, int64_t param) {
     const struct slot *slot = &handle->slots[param];
-    PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name), *view = PyTuple_GetItem(views, param), *data;
+    PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name), *view = PyTuple_GetItem(views, param),
+             *data;
     struct tensor_view is, was;
-    if (!value) return PyErr_Occurred() ? -1 : 0;
-    if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0) return -1;
-    if (is.data == was.data || !(data = torch_data(value))) return is.data == was.data ? 0 : -1;
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0;
+    if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
+        return -1;
+    if (is.data == was.data || !(data = torch_data(value)))
+        return is.data == was.data ? 0 : -1;
     int result = copy_to(view, data);
     Py_DECREF(data);
     return result;
@@ -86,7 +102,8 @@ static PyObject *part(PyObject *flat, int64_t offset, int64_t numel) {
 /* shard[0 .. valid) <- full[shard_start .. shard_start + valid) */
 static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full) {
     const struct flat_layout *layout = &handle->layout;
-    if (layout->shard_numel_valid == 0) return 0;
+    if (layout->shard_numel_valid == 0)
+        return 0;
     PyObject *from = part(full, layout->shard_start, layout->shard_numel_valid);
     PyObject *to = part(shard, 0, layout->shard_numel_valid);
     int result = from && to ? copy_to(to, from) : -1;
@@ -98,27 +115,36 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
 static int write_back(struct handle *handle) {
     PyObject *views = handle_make_views(handle, handle->summon_full);
     int result = views ? 0 : -1;
-    for (int64_t i = 0; !result && i < handle->num_params; i++) result = settle_replaced(handle, views, i);
+    for (int64_t i = 0; !result && i < handle->num_params; i++)
+        result = settle_replaced(handle, views, i);
     Py_XDECREF(views);
-    if (result || !handle->sharded) return result;
+    if (result || !handle->sharded)
+        return result;
     return copy_own_part(handle, handle->local_shard, handle->summon_full);
 }
 
 static int free_full(struct handle *handle) {
     Py_CLEAR(handle->summon_full);
-    if (handle_show_sharded(handle) < 0 || restore_flat_param(handle) < 0) return -1;
-    if (handle->full_precision.tensor && buffer_free(&handle->full_precision) < 0) return -1;
+    if (handle_show_sharded(handle) < 0 || restore_flat_param(handle) < 0)
+        return -1;
+    if (handle->full_precision.tensor && buffer_free(&handle->full_precision) < 0)
+        return -1;
     return handle_reshard(handle, handle->summon_freed_after || !handle->sharded);
 }
 
-int handle_summon_hide(struct handle *handle) { return handle->summon_full ? free_full(handle) : 0; }
+int handle_summon_hide(struct handle *handle) {
+    return handle->summon_full ? free_full(handle) : 0;
+}
 
 int handle_summon_exit(struct handle *handle) {
-    if (handle->training_state != USE_SUMMON_FULL_PARAMS) return 0;
+    if (handle->training_state != USE_SUMMON_FULL_PARAMS)
+        return 0;
     int result = 0;
     if (handle->summon_full) {
-        if (handle->summon_writeback || !handle->sharded) result = write_back(handle);
-        if (free_full(handle) < 0) result = -1;
+        if (handle->summon_writeback || !handle->sharded)
+            result = write_back(handle);
+        if (free_full(handle) < 0)
+            result = -1;
     }
     return handle_set_training_state(handle, USE_IDLE) < 0 ? -1 : result;
 }
@@ -139,30 +165,38 @@ static int64_t count_missing(struct handle *handle, bool missing) {
 static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
     PyObject *full = PyObject_CallMethod(grad, "new_empty", "(L)", (long long)handle->layout.padded_numel);
     PyObject *work = full ? collective_all_gather(&handle->shard_group, full, grad) : NULL;
-    if (!work || collective_wait(work) < 0) Py_CLEAR(full);
+    if (!work || collective_wait(work) < 0)
+        Py_CLEAR(full);
     return full;
 }
 
 /* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New reference. */
 static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
-    if (grad != Py_None) return Py_NewRef(grad);
+    if (grad != Py_None)
+        return Py_NewRef(grad);
     PyObject *zeros = torch_empty_like(handle->local_shard);
     PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
-    if (!done || torch_set_grad(handle->flat_param, zeros) < 0) Py_CLEAR(zeros);
+    if (!done || torch_set_grad(handle->flat_param, zeros) < 0)
+        Py_CLEAR(zeros);
     Py_XDECREF(done);
     return zeros;
 }
 
 /* New reference: the full gradient, or Py_None when no rank has one. */
 static PyObject *full_grad(struct handle *handle, PyObject *grad) {
-    if (!handle->sharded) return Py_NewRef(grad);
-    if (handle->gradients.kind == GRAD_UNSHARDED) return Py_NewRef(handle->gradients.unsharded);
+    if (!handle->sharded)
+        return Py_NewRef(grad);
+    if (handle->gradients.kind == GRAD_UNSHARDED)
+        return Py_NewRef(handle->gradients.unsharded);
     int64_t missing = count_missing(handle, grad == Py_None);
-    if (missing < 0) return NULL;
-    if (missing == handle->layout.world_size) return Py_NewRef(Py_None);
+    if (missing < 0)
+        return NULL;
+    if (missing == handle->layout.world_size)
+        return Py_NewRef(Py_None);
     PyObject *own = grad_or_zeros(handle, grad);
     PyObject *full = own ? gather_grad(handle, own) : NULL;
-    if (full) handle->gradients.kind = GRAD_SHARDED;
+    if (full)
+        handle->gradients.kind = GRAD_SHARDED;
     Py_XDECREF(own);
     return full;
 }
@@ -171,7 +205,8 @@ int handle_summon_grads(struct handle *handle) {
     PyObject *grad = torch_get_grad(handle->flat_param);
     PyObject *full = grad ? full_grad(handle, grad) : NULL;
     Py_XDECREF(grad);
-    if (!full) return -1;
+    if (!full)
+        return -1;
     int result = handle_show_full_grad(handle, full);
     ref_set(&handle->summon_grad, full);
     return result;
@@ -182,8 +217,10 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback) {
     handle->summon_grad = NULL;
     int result = grad ? 0 : -1;
     bool gathered = full && full != Py_None && handle->sharded && handle->gradients.kind == GRAD_SHARDED;
-    if (!result && writeback && gathered && grad != Py_None) result = copy_own_part(handle, grad, full);
-    if (!result && handle->sharded) result = handle_show_flat_grad(handle);
+    if (!result && writeback && gathered && grad != Py_None)
+        result = copy_own_part(handle, grad, full);
+    if (!result && handle->sharded)
+        result = handle_show_flat_grad(handle);
     Py_XDECREF(full);
     Py_XDECREF(grad);
     return result;

@@ -7,13 +7,17 @@
 
 /* ---- lazy init ---- */
 
-static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) { return Py_NewRef(chosen != Py_None ? chosen : fallback); }
+static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) {
+    return Py_NewRef(chosen != Py_None ? chosen : fallback);
+}
 
 /* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
 static int init_dtypes(struct handle *handle) {
-    PyObject *param = PyTuple_GetItem(handle->fallback_dtypes, 0), *reduce = PyTuple_GetItem(handle->fallback_dtypes, 1);
+    PyObject *param = PyTuple_GetItem(handle->fallback_dtypes, 0),
+             *reduce = PyTuple_GetItem(handle->fallback_dtypes, 1);
     ref_set(&handle->orig_dtype, PyObject_GetAttr(handle->flat_param, torch_names.dtype));
-    if (!handle->orig_dtype || !param || !reduce) return -1;
+    if (!handle->orig_dtype || !param || !reduce)
+        return -1;
     ref_set(&handle->param_dtype, dtype_or(param, handle->orig_dtype));
     ref_set(&handle->reduce_dtype, dtype_or(reduce, handle->param_dtype));
     handle->low_precision = handle->param_dtype != handle->orig_dtype;
@@ -22,13 +26,16 @@ static int init_dtypes(struct handle *handle) {
 
 static int init_local_shard(struct handle *handle) {
     ref_set(&handle->local_shard, torch_data(handle->flat_param));
-    if (!handle->local_shard || tensor_view_of(handle->local_shard, &handle->local_view) < 0) return -1;
+    if (!handle->local_shard || tensor_view_of(handle->local_shard, &handle->local_view) < 0)
+        return -1;
     int64_t want = handle->layout.shard_numel, numel = tensor_view_numel(&handle->local_view);
-    if (numel == want) return 0;
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: its flat parameter has %lld elements, its shard has %lld. Assign flat_param.data only "
-                 "tensors of the shard's size.",
-                 (long long)handle->layout.rank, handle->name, (long long)numel, (long long)want);
+    if (numel == want)
+        return 0;
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: its flat parameter has %lld elements, its shard has %lld. Assign flat_param.data only "
+        "tensors of the shard's size.",
+        (long long)handle->layout.rank, handle->name, (long long)numel, (long long)want);
     return -1;
 }
 
@@ -40,9 +47,12 @@ static int init_like(struct buffer *like, int64_t numel, PyObject *dtype, PyObje
 
 static int init_likes(struct handle *handle) {
     int64_t padded = handle->layout.padded_numel, shard = handle->layout.shard_numel;
-    if (init_like(&handle->reduce_input_like, padded, handle->reduce_dtype, handle->device) < 0) return -1;
-    if (init_like(&handle->gradient_like, padded, handle->param_dtype, handle->device) < 0) return -1;
-    if (init_like(&handle->reduce_output_like, shard, handle->reduce_dtype, handle->device) < 0) return -1;
+    if (init_like(&handle->reduce_input_like, padded, handle->reduce_dtype, handle->device) < 0)
+        return -1;
+    if (init_like(&handle->gradient_like, padded, handle->param_dtype, handle->device) < 0)
+        return -1;
+    if (init_like(&handle->reduce_output_like, shard, handle->reduce_dtype, handle->device) < 0)
+        return -1;
     handle->orig_kind = handle->local_view.dtype;
     handle->param_kind = handle->gradient_like.view.dtype;
     handle->reduce_kind = handle->reduce_input_like.view.dtype;
@@ -61,22 +71,28 @@ static int init_full(struct handle *handle) {
     buffer_fini(&handle->full);
     handle->full_is_local = !handle->sharded && !handle->low_precision;
     if (!handle->full_is_local) {
-        if (buffer_init(&handle->full, handle->layout.padded_numel, handle->param_dtype, handle->device, true) < 0) return -1;
+        if (buffer_init(&handle->full, handle->layout.padded_numel, handle->param_dtype, handle->device, true) < 0)
+            return -1;
         full = handle->full.tensor;
     }
     ref_set(&handle->full_data, unpadded(handle, full));
-    if (!handle->full_data) return -1;
+    if (!handle->full_data)
+        return -1;
     ref_set(&handle->views, handle_make_views(handle, handle->full_data));
-    if (!handle->views) return -1;
-    if (!handle->full_is_local && buffer_free(&handle->full) < 0) return -1;
-    if (!handle->sharded || !handle->low_precision) return 0;
+    if (!handle->views)
+        return -1;
+    if (!handle->full_is_local && buffer_free(&handle->full) < 0)
+        return -1;
+    if (!handle->sharded || !handle->low_precision)
+        return 0;
     return init_like(&handle->low_precision_shard, handle->layout.shard_numel, handle->param_dtype, handle->device);
 }
 
 static int init_sources(struct handle *handle) {
     PyMem_Free(handle->sources);
     handle->sources = PyMem_Calloc((size_t)handle->num_params + 1, sizeof *handle->sources);
-    if (!handle->sources) return tensor_check(STATUS_NO_MEMORY, "gradient sources of a unit");
+    if (!handle->sources)
+        return tensor_check(STATUS_NO_MEMORY, "gradient sources of a unit");
     for (int64_t i = 0; i < handle->num_params; i++) {
         handle->sources[i].offset = layout_param_offset(&handle->layout, i);
         handle->sources[i].numel = layout_param_numel(&handle->layout, i);
@@ -97,17 +113,21 @@ static int init_shard_pieces(struct handle *handle) {
     PyMem_Free(handle->shard_pieces);
     handle->shard_pieces = PyMem_Calloc((size_t)handle->num_params + 1, sizeof *handle->shard_pieces);
     ref_set(&handle->shard_sizes, PyList_New(0));
-    if (!handle->shard_pieces || !handle->shard_sizes) return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
+    if (!handle->shard_pieces || !handle->shard_sizes)
+        return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
     int64_t end = 0, pieces = 0;
     for (int64_t i = 0; i < handle->num_params; i++) {
         const struct layout_shard_range *range = &handle->layout.shard_ranges[i];
         handle->shard_pieces[i] = -1;
-        if (!range->in_shard) continue;
+        if (!range->in_shard)
+            continue;
         if (range->offset_in_shard > end) {
-            if (append_size(handle->shard_sizes, range->offset_in_shard - end) < 0) return -1;
+            if (append_size(handle->shard_sizes, range->offset_in_shard - end) < 0)
+                return -1;
             pieces++;
         }
-        if (append_size(handle->shard_sizes, range->numel_in_shard) < 0) return -1;
+        if (append_size(handle->shard_sizes, range->numel_in_shard) < 0)
+            return -1;
         handle->shard_pieces[i] = pieces++;
         end = range->offset_in_shard + range->numel_in_shard;
     }
@@ -117,37 +137,48 @@ static int init_shard_pieces(struct handle *handle) {
 static int init_segment_sizes(struct handle *handle) {
     const struct flat_layout *layout = &handle->layout;
     ref_set(&handle->segment_sizes, PyList_New(0));
-    if (!handle->segment_sizes) return -1;
+    if (!handle->segment_sizes)
+        return -1;
     for (int64_t i = 0; i < layout->num_segments; i++)
-        if (append_size(handle->segment_sizes, layout->segments[i].numel) < 0) return -1;
+        if (append_size(handle->segment_sizes, layout->segments[i].numel) < 0)
+            return -1;
     return append_size(handle->segment_sizes, layout->padded_numel - layout->numel);
 }
 
 /* torch refuses a gradient of another dtype unless the leaf says that any will do. */
 static int allow_low_precision_grads(struct handle *handle) {
-    if (!handle->keep_low_precision_grads || !handle->low_precision) return 0;
-    if (PyObject_SetAttr(handle->flat_param, torch_names.grad_dtype, Py_None) < 0) return -1;
+    if (!handle->keep_low_precision_grads || !handle->low_precision)
+        return 0;
+    if (PyObject_SetAttr(handle->flat_param, torch_names.grad_dtype, Py_None) < 0)
+        return -1;
     for (int64_t i = 0; handle->params && i < handle->num_params; i++)
-        if (PyObject_SetAttr(PyList_GetItem(handle->params, i), torch_names.grad_dtype, Py_None) < 0) return -1;
+        if (PyObject_SetAttr(PyList_GetItem(handle->params, i), torch_names.grad_dtype, Py_None) < 0)
+            return -1;
     return 0;
 }
 
 int handle_lazy_init(struct handle *handle) {
-    if (init_dtypes(handle) < 0 || init_local_shard(handle) < 0 || init_likes(handle) < 0 || init_full(handle) < 0) return -1;
-    if (init_sources(handle) < 0 || init_shard_pieces(handle) < 0 || init_segment_sizes(handle) < 0) return -1;
-    if (allow_low_precision_grads(handle) < 0) return -1;
-    if (handle->params && handle_point_params_at_shard(handle) < 0) return -1;
+    if (init_dtypes(handle) < 0 || init_local_shard(handle) < 0 || init_likes(handle) < 0 || init_full(handle) < 0)
+        return -1;
+    if (init_sources(handle) < 0 || init_shard_pieces(handle) < 0 || init_segment_sizes(handle) < 0)
+        return -1;
+    if (allow_low_precision_grads(handle) < 0)
+        return -1;
+    if (handle->params && handle_point_params_at_shard(handle) < 0)
+        return -1;
     handle->ready = true;
     return 0;
 }
 
 /* ---- unshard ---- */
 
-static const struct kernel_stream *stream_of(const struct handle *handle) { return tensor_kernel_stream(&handle->local_view); }
+static const struct kernel_stream *stream_of(const struct handle *handle) {
+    return tensor_kernel_stream(&handle->local_view);
+}
 
 static int cast_local_shard(struct handle *handle, struct buffer *output) {
-    return tensor_check(kernel_cast_divide(output->view.data, handle->param_kind, handle->local_view.data, handle->orig_kind,
-                                           handle->layout.shard_numel, 1.0, stream_of(handle)),
+    return tensor_check(kernel_cast_divide(output->view.data, handle->param_kind, handle->local_view.data,
+                                           handle->orig_kind, handle->layout.shard_numel, 1.0, stream_of(handle)),
                         "cast of a shard");
 }
 
@@ -155,18 +186,23 @@ static int enqueue_gather(struct handle *handle) {
     PyObject *input = handle->local_shard;
     if (handle->low_precision) {
         input = handle->low_precision_shard.tensor;
-        if (buffer_alloc(&handle->low_precision_shard) < 0) return -1;
-        if (cast_local_shard(handle, &handle->low_precision_shard) < 0) return -1;
+        if (buffer_alloc(&handle->low_precision_shard) < 0)
+            return -1;
+        if (cast_local_shard(handle, &handle->low_precision_shard) < 0)
+            return -1;
     }
     ref_set(&handle->unshard_work, collective_all_gather(&handle->shard_group, handle->full.tensor, input));
     return handle->unshard_work ? 0 : -1;
 }
 
 int handle_unshard_enqueue(struct handle *handle) {
-    if (handle->param_state != PARAM_SHARDED) return 0;
-    if (!handle->skip_writeback_check && handle_writeback(handle) < 0) return -1;
+    if (handle->param_state != PARAM_SHARDED)
+        return 0;
+    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+        return -1;
     if (!handle->full_is_local) {
-        if (buffer_alloc(&handle->full) < 0) return -1;
+        if (buffer_alloc(&handle->full) < 0)
+            return -1;
         int failed = handle->sharded ? enqueue_gather(handle) : cast_local_shard(handle, &handle->full);
         if (failed) {
             buffer_free(&handle->full);
@@ -179,7 +215,8 @@ int handle_unshard_enqueue(struct handle *handle) {
 static int wait_for_gather(struct handle *handle) {
     PyObject *work = handle->unshard_work;
     handle->unshard_work = NULL;
-    if (work && collective_wait(work) < 0) return -1;
+    if (work && collective_wait(work) < 0)
+        return -1;
     return handle->low_precision_shard.tensor ? buffer_free(&handle->low_precision_shard) : 0;
 }
 
@@ -194,29 +231,40 @@ static int abandon_unshard(struct handle *handle) {
 }
 
 int handle_unshard_wait(struct handle *handle) {
-    if (handle->param_state != PARAM_UNSHARDING) return 0;
-    if (wait_for_gather(handle) < 0) return abandon_unshard(handle);
-    if (!handle->full_is_local && torch_set_data(handle->flat_param, handle->full_data) < 0) return abandon_unshard(handle);
+    if (handle->param_state != PARAM_UNSHARDING)
+        return 0;
+    if (wait_for_gather(handle) < 0)
+        return abandon_unshard(handle);
+    if (!handle->full_is_local && torch_set_data(handle->flat_param, handle->full_data) < 0)
+        return abandon_unshard(handle);
     return handle_set_param_state(handle, PARAM_UNSHARDED);
 }
 
 int handle_reshard(struct handle *handle, bool free_storage) {
-    if (handle->param_state == PARAM_UNSHARDING && handle_unshard_wait(handle) < 0) return -1;
-    if (handle->param_state != PARAM_UNSHARDED) return 0;
-    if (!handle->full_is_local && torch_set_data(handle->flat_param, handle->local_shard) < 0) return -1;
-    if (!free_storage) return 0;
-    if (!handle->full_is_local && buffer_free(&handle->full) < 0) return -1;
+    if (handle->param_state == PARAM_UNSHARDING && handle_unshard_wait(handle) < 0)
+        return -1;
+    if (handle->param_state != PARAM_UNSHARDED)
+        return 0;
+    if (!handle->full_is_local && torch_set_data(handle->flat_param, handle->local_shard) < 0)
+        return -1;
+    if (!free_storage)
+        return 0;
+    if (!handle->full_is_local && buffer_free(&handle->full) < 0)
+        return -1;
     return handle_set_param_state(handle, PARAM_SHARDED);
 }
 
 int handle_gather_full_precision(struct handle *handle) {
     struct buffer *buffer = &handle->full_precision;
     if (!buffer->tensor) {
-        if (buffer_init(buffer, handle->layout.padded_numel, handle->orig_dtype, handle->device, true) < 0) return -1;
+        if (buffer_init(buffer, handle->layout.padded_numel, handle->orig_dtype, handle->device, true) < 0)
+            return -1;
         ref_set(&handle->full_precision_data, unpadded(handle, buffer->tensor));
-        if (!handle->full_precision_data) return -1;
+        if (!handle->full_precision_data)
+            return -1;
     }
-    if (buffer_alloc(buffer) < 0) return -1;
+    if (buffer_alloc(buffer) < 0)
+        return -1;
     PyObject *work = collective_all_gather(&handle->shard_group, buffer->tensor, handle->local_shard);
     return work ? collective_wait(work) : -1;
 }

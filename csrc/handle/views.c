@@ -9,8 +9,10 @@ PyObject *handle_make_views(struct handle *handle, PyObject *full) {
     PyObject *views = PyTuple_New(handle->num_params);
     for (int64_t i = 0; views && i < handle->num_params; i++) {
         int64_t offset = layout_param_offset(&handle->layout, i), numel = layout_param_numel(&handle->layout, i);
-        PyObject *view = torch_view(full, offset, numel, PyTuple_GetItem(handle->shapes, i), PyTuple_GetItem(handle->strides, i));
-        if (!view || PyTuple_SetItem(views, i, view) < 0) Py_CLEAR(views);
+        PyObject *view =
+            torch_view(full, offset, numel, PyTuple_GetItem(handle->shapes, i), PyTuple_GetItem(handle->strides, i));
+        if (!view || PyTuple_SetItem(views, i, view) < 0)
+            Py_CLEAR(views);
     }
     return views;
 }
@@ -21,7 +23,8 @@ static PyObject *shard_part(struct handle *handle, int64_t param) {
         return torch_view(handle->local_shard, layout_param_offset(&handle->layout, param),
                           layout_param_numel(&handle->layout, param), PyTuple_GetItem(handle->shapes, param),
                           PyTuple_GetItem(handle->strides, param));
-    if (!range->in_shard) return torch_data(handle->empty_param);
+    if (!range->in_shard)
+        return torch_data(handle->empty_param);
     PyObject *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
     PyObject *part =
         shape ? torch_view(handle->local_shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;
@@ -31,12 +34,14 @@ static PyObject *shard_part(struct handle *handle, int64_t param) {
 
 int handle_point_params_at_shard(struct handle *handle) {
     ref_set(&handle->empty_param, PyObject_CallMethod(handle->local_shard, "new_empty", "(i)", 0));
-    if (!handle->empty_param) return -1;
+    if (!handle->empty_param)
+        return -1;
     for (int64_t i = 0; i < handle->num_params; i++) {
         PyObject *part = shard_part(handle, i);
         int result = part ? torch_set_data(PyList_GetItem(handle->params, i), part) : -1;
         Py_XDECREF(part);
-        if (result < 0) return -1;
+        if (result < 0)
+            return -1;
     }
     return 0;
 }
@@ -45,34 +50,41 @@ int handle_point_params_at_shard(struct handle *handle) {
 
 /* As a user's `setattr` would do it, for classes that watch their attributes. */
 static int show_by_setattr(const struct slot *slot, PyObject *value) {
-    if (PyObject_HasAttr(slot->module, slot->name) && PyObject_DelAttr(slot->module, slot->name) < 0) return -1;
+    if (PyObject_HasAttr(slot->module, slot->name) && PyObject_DelAttr(slot->module, slot->name) < 0)
+        return -1;
     return PyObject_SetAttr(slot->module, slot->name, value);
 }
 
 static int show_in_parameters(const struct slot *slot, PyObject *value) {
-    if (slot->custom_setattr && show_by_setattr(slot, value) < 0) return -1;
+    if (slot->custom_setattr && show_by_setattr(slot, value) < 0)
+        return -1;
     return PyDict_SetItem(slot->parameters, slot->name, value);
 }
 
 static int remove_key(PyObject *dict, PyObject *key) {
-    if (PyDict_Contains(dict, key) != 1) return PyErr_Occurred() ? -1 : 0;
+    if (PyDict_Contains(dict, key) != 1)
+        return PyErr_Occurred() ? -1 : 0;
     return PyDict_DelItem(dict, key);
 }
 
 /* A plain attribute: in the instance's __dict__ and not among the parameters. */
 static int show_as_attribute(const struct slot *slot, PyObject *value) {
-    if (remove_key(slot->parameters, slot->name) < 0) return -1;
-    if (slot->custom_setattr) return show_by_setattr(slot, value);
+    if (remove_key(slot->parameters, slot->name) < 0)
+        return -1;
+    if (slot->custom_setattr)
+        return show_by_setattr(slot, value);
     return PyDict_SetItem(slot->attributes, slot->name, value);
 }
 
 int handle_show_views(struct handle *handle, PyObject *views) {
-    if (handle->shown == SHOWN_VIEWS && !handle->use_orig_params) return 0; /* the slots keep these very objects */
+    if (handle->shown == SHOWN_VIEWS && !handle->use_orig_params)
+        return 0; /* the slots keep these very objects */
     for (int64_t i = 0; i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
         PyObject *view = PyTuple_GetItem(views, slot->param);
         int result = handle->use_orig_params ? show_in_parameters(slot, view) : show_as_attribute(slot, view);
-        if (result < 0) return -1;
+        if (result < 0)
+            return -1;
     }
     handle->shown = SHOWN_VIEWS;
     return 0;
@@ -81,21 +93,27 @@ int handle_show_views(struct handle *handle, PyObject *views) {
 static int show_params(struct handle *handle) {
     for (int64_t i = 0; i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
-        if (show_in_parameters(slot, PyList_GetItem(handle->params, slot->param)) < 0) return -1;
-        if (slot->custom_setattr && remove_key(slot->attributes, slot->name) < 0) return -1;
+        if (show_in_parameters(slot, PyList_GetItem(handle->params, slot->param)) < 0)
+            return -1;
+        if (slot->custom_setattr && remove_key(slot->attributes, slot->name) < 0)
+            return -1;
     }
     return 0;
 }
 
 int handle_show_sharded(struct handle *handle) {
-    if (handle->shown == SHOWN_SHARDED) return 0;
+    if (handle->shown == SHOWN_SHARDED)
+        return 0;
     if (handle->use_orig_params) {
-        if (handle->shown == SHOWN_FULL_PARAMS && handle_point_params_at_shard(handle) < 0) return -1;
-        if (show_params(handle) < 0) return -1;
+        if (handle->shown == SHOWN_FULL_PARAMS && handle_point_params_at_shard(handle) < 0)
+            return -1;
+        if (show_params(handle) < 0)
+            return -1;
         handle->shown = SHOWN_SHARDED;
         return 0;
     }
-    if (handle->shown == SHOWN_VIEWS) return 0;
+    if (handle->shown == SHOWN_VIEWS)
+        return 0;
     handle->shown = SHOWN_NOTHING;
     return handle_show_views(handle, handle->views);
 }
@@ -104,7 +122,8 @@ int handle_show_sharded(struct handle *handle) {
 
 static int point_params_at(struct handle *handle, PyObject *views) {
     for (int64_t i = 0; i < handle->num_params; i++)
-        if (torch_set_data(PyList_GetItem(handle->params, i), PyTuple_GetItem(views, i)) < 0) return -1;
+        if (torch_set_data(PyList_GetItem(handle->params, i), PyTuple_GetItem(views, i)) < 0)
+            return -1;
     return show_params(handle);
 }
 
@@ -124,7 +143,8 @@ static int show_fresh_params(struct handle *handle, PyObject *views) {
     for (int64_t i = 0; !result && i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
         result = remove_key(slot->attributes, slot->name);
-        if (!result) result = show_in_parameters(slot, PyTuple_GetItem(params, slot->param));
+        if (!result)
+            result = show_in_parameters(slot, PyTuple_GetItem(params, slot->param));
     }
     Py_XDECREF(requires_grad);
     Py_XDECREF(params);
@@ -133,7 +153,8 @@ static int show_fresh_params(struct handle *handle, PyObject *views) {
 
 int handle_show_full_params(struct handle *handle, PyObject *full) {
     PyObject *views = handle_make_views(handle, full);
-    if (!views) return -1;
+    if (!views)
+        return -1;
     int result = handle->use_orig_params ? point_params_at(handle, views) : show_fresh_params(handle, views);
     Py_DECREF(views);
     handle->shown = SHOWN_FULL_PARAMS;

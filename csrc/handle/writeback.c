@@ -8,11 +8,15 @@
 /* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
 int handle_follow_flat_param(struct handle *handle) {
     struct tensor_view view;
-    if (!handle->ready) return handle_lazy_init(handle);
-    if (tensor_view_of(handle->flat_param, &view) < 0) return -1;
-    if (view.data == handle->local_view.data && view.dtype == handle->orig_kind) return 0;
+    if (!handle->ready)
+        return handle_lazy_init(handle);
+    if (tensor_view_of(handle->flat_param, &view) < 0)
+        return -1;
+    if (view.data == handle->local_view.data && view.dtype == handle->orig_kind)
+        return 0;
     handle->shown = handle->use_orig_params ? handle->shown : SHOWN_NOTHING;
-    if (handle_lazy_init(handle) < 0) return -1;
+    if (handle_lazy_init(handle) < 0)
+        return -1;
     return handle->use_orig_params ? 0 : handle_show_views(handle, handle->views);
 }
 
@@ -27,38 +31,46 @@ static const char *expected_data(const struct handle *handle, int64_t param) {
 static int refuse_shape(struct handle *handle, int64_t param, PyObject *value, int64_t want) {
     PyObject *shape = PyObject_GetAttrString(value, "shape");
     PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: cannot write back the new value of %S: expected a tensor of %lld elements in shape (%lld,), "
+                 "rank %lld, unit %S: cannot write back the new value of %S: expected a tensor of %lld elements in "
+                 "shape (%lld,), "
                  "this rank's part of the parameter, got %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                 (long long)handle->layout.rank, handle->name, handle->slots[param].name, (long long)want, (long long)want,
-                 shape ? shape : Py_None);
+                 (long long)handle->layout.rank, handle->name, handle->slots[param].name, (long long)want,
+                 (long long)want, shape ? shape : Py_None);
     Py_XDECREF(shape);
     return -1;
 }
 
 static int check_shape(struct handle *handle, int64_t param, PyObject *value, const struct tensor_view *view) {
     int64_t want = handle->layout.shard_ranges[param].numel_in_shard, numel = tensor_view_numel(view);
-    if (!handle->sharded) want = layout_param_numel(&handle->layout, param);
-    if (numel == want && (!handle->sharded || view->ndim == 1)) return 0;
+    if (!handle->sharded)
+        want = layout_param_numel(&handle->layout, param);
+    if (numel == want && (!handle->sharded || view->ndim == 1))
+        return 0;
     return refuse_shape(handle, param, value, want);
 }
 
 /* shard part <- value, then value.data = shard part, and `value` is the parameter from now on. */
 static int take_over(struct handle *handle, int64_t param, PyObject *value) {
     PyObject *source = torch_data(value), *part = NULL, *copied = NULL;
-    int64_t offset = (expected_data(handle, param) - (const char *)handle->local_view.data) / dtype_nbytes(handle->orig_kind);
+    int64_t offset =
+        (expected_data(handle, param) - (const char *)handle->local_view.data) / dtype_nbytes(handle->orig_kind);
     int64_t numel = handle->sharded ? handle->layout.shard_ranges[param].numel_in_shard
                                     : layout_param_numel(&handle->layout, param);
     PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
     PyObject *shape = handle->sharded ? flat_shape : PyTuple_GetItem(handle->shapes, param);
     PyObject *strides = handle->sharded ? Py_None : PyTuple_GetItem(handle->strides, param);
     int result = -1;
-    if (source && flat_shape) part = torch_view(handle->local_shard, offset, numel, shape, strides);
-    if (part) copied = PyObject_CallMethod(part, "copy_", "(O)", source);
-    if (copied) result = torch_set_data(value, part);
+    if (source && flat_shape)
+        part = torch_view(handle->local_shard, offset, numel, shape, strides);
+    if (part)
+        copied = PyObject_CallMethod(part, "copy_", "(O)", source);
+    if (copied)
+        result = torch_set_data(value, part);
     if (!result && PyList_GetItem(handle->params, param) != value) {
         result = PyList_SetItem(handle->params, param, Py_NewRef(value));
-        if (!result) result = PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
+        if (!result)
+            result = PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
     }
     Py_XDECREF(source);
     Py_XDECREF(part);
@@ -70,31 +82,41 @@ static int take_over(struct handle *handle, int64_t param, PyObject *value) {
 static int writeback_param(struct handle *handle, int64_t param) {
     PyObject *value = PyDict_GetItemWithError(handle->slots[param].parameters, handle->slots[param].name);
     struct tensor_view view;
-    if (!value) return PyErr_Occurred() ? -1 : 0; /* deregistered */
-    if (tensor_view_of(value, &view) < 0) return -1;
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
     bool same = value == PyList_GetItem(handle->params, param);
-    if (same && (view.data == (void *)expected_data(handle, param) || tensor_view_numel(&view) == 0)) return 0;
-    if (check_shape(handle, param, value, &view) < 0) return -1;
+    if (same && (view.data == (void *)expected_data(handle, param) || tensor_view_numel(&view) == 0))
+        return 0;
+    if (check_shape(handle, param, value, &view) < 0)
+        return -1;
     return take_over(handle, param, value);
 }
 
 static int check_shared(struct handle *handle, const struct slot *slot) {
     PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
     const struct slot *primary = &handle->slots[slot->param];
-    if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name)) return PyErr_Occurred() ? -1 : 0;
-    PyErr_Format(PyExc_NotImplementedError,
-                 "rank %lld, unit %S: %S and %S were one shared parameter when the unit was wrapped and are two now. Untie "
-                 "parameters before wrapping.",
-                 (long long)handle->layout.rank, handle->name, primary->name, slot->name);
+    if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
+        return PyErr_Occurred() ? -1 : 0;
+    PyErr_Format(
+        PyExc_NotImplementedError,
+        "rank %lld, unit %S: %S and %S were one shared parameter when the unit was wrapped and are two now. Untie "
+        "parameters before wrapping.",
+        (long long)handle->layout.rank, handle->name, primary->name, slot->name);
     return -1;
 }
 
 int handle_writeback(struct handle *handle) {
-    if (handle_follow_flat_param(handle) < 0) return -1;
-    if (!handle->use_orig_params || handle->shown != SHOWN_SHARDED) return 0;
+    if (handle_follow_flat_param(handle) < 0)
+        return -1;
+    if (!handle->use_orig_params || handle->shown != SHOWN_SHARDED)
+        return 0;
     for (int64_t i = 0; i < handle->num_params; i++)
-        if ((!handle->sharded || handle->layout.shard_ranges[i].in_shard) && writeback_param(handle, i) < 0) return -1;
+        if ((!handle->sharded || handle->layout.shard_ranges[i].in_shard) && writeback_param(handle, i) < 0)
+            return -1;
     for (int64_t i = handle->num_params; i < handle->num_slots; i++)
-        if (check_shared(handle, &handle->slots[i]) < 0) return -1;
+        if (check_shared(handle, &handle->slots[i]) < 0)
+            return -1;
     return 0;
 }

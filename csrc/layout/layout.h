@@ -25,15 +25,15 @@ struct layout_segment {
 /* The part of one parameter that one rank's shard holds; numel 0 and in_shard false when there is none. */
 struct layout_shard_range {
     bool in_shard;
-    int64_t offset_in_shard;   /* where the part begins in the shard */
-    int64_t numel_in_shard;    /* how many elements of the parameter the shard holds */
-    int64_t offset_in_param;   /* first element of the parameter that is held */
+    int64_t offset_in_shard; /* where the part begins in the shard */
+    int64_t numel_in_shard;  /* how many elements of the parameter the shard holds */
+    int64_t offset_in_param; /* first element of the parameter that is held */
 };
 
 struct layout_spec {
     const int64_t *param_numels; /* borrowed for the call; in flatten order, each >= 0 */
     int64_t num_params;
-    int64_t aligned_numel;  /* 0: parameters are packed without alignment and without divisibility padding */
+    int64_t aligned_numel; /* 0: parameters are packed without alignment and without divisibility padding */
     int64_t world_size;
     int64_t rank;
     bool sharded; /* false: NO_SHARD, every rank holds everything */
@@ -42,8 +42,8 @@ struct layout_spec {
 struct flat_layout {
     int64_t num_params;
     int64_t num_segments;
-    struct layout_segment *segments; /* owned; parameters and padding in flat order */
-    int64_t *param_segments;         /* owned; parameter -> index of its segment */
+    struct layout_segment *segments;         /* owned; parameters and padding in flat order */
+    int64_t *param_segments;                 /* owned; parameter -> index of its segment */
     struct layout_shard_range *shard_ranges; /* owned; parameter -> its part in this rank's shard */
     int64_t world_size;
     int64_t rank;

@@ -10,10 +10,13 @@ struct handle_object {
 
 static PyTypeObject *handle_type; /* borrowed from the module's dict, which lives for ever */
 
-static struct handle *inside(PyObject *self) { return &((struct handle_object *)self)->handle; }
+static struct handle *inside(PyObject *self) {
+    return &((struct handle_object *)self)->handle;
+}
 
 struct handle *handle_of(PyObject *object) {
-    if (PyObject_TypeCheck(object, handle_type)) return inside(object);
+    if (PyObject_TypeCheck(object, handle_type))
+        return inside(object);
     PyErr_Format(PyExc_TypeError, "expected a Handle, got %R", (PyObject *)Py_TYPE(object));
     return NULL;
 }
@@ -21,10 +24,26 @@ struct handle *handle_of(PyObject *object) {
 /* ---- life ---- */
 
 static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"layout",        "flat_param",    "params",        "shapes",       "strides",
-                            "slots",         "process_group", "replicate_group", "device",     "param_dtype",
-                            "reduce_dtype",  "name",          "flat_param_owner", "strategy",  "use_orig_params",
-                            "keep_low_precision_grads", "skip_writeback_check", "predivide", "postdivide", NULL};
+    static char *names[] = {"layout",
+                            "flat_param",
+                            "params",
+                            "shapes",
+                            "strides",
+                            "slots",
+                            "process_group",
+                            "replicate_group",
+                            "device",
+                            "param_dtype",
+                            "reduce_dtype",
+                            "name",
+                            "flat_param_owner",
+                            "strategy",
+                            "use_orig_params",
+                            "keep_low_precision_grads",
+                            "skip_writeback_check",
+                            "predivide",
+                            "postdivide",
+                            NULL};
     struct handle_spec spec = {0};
     PyObject *layout;
     int orig, keep, skip;
@@ -32,17 +51,18 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOipppdd", names, &layout, &spec.flat_param, &spec.params,
-                                     &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots,
-                                     &spec.process_group, &spec.replicate_group, &spec.device, &spec.param_dtype,
-                                     &spec.reduce_dtype, &spec.name, &spec.flat_param_owner, &spec.strategy, &orig, &keep, &skip,
-                                     &spec.predivide, &spec.postdivide))
+    if (!PyArg_ParseTupleAndKeywords(
+            args, kwargs, "OOOO!O!O!OOOOOUOipppdd", names, &layout, &spec.flat_param, &spec.params, &PyTuple_Type,
+            &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots, &spec.process_group,
+            &spec.replicate_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
+            &spec.flat_param_owner, &spec.strategy, &orig, &keep, &skip, &spec.predivide, &spec.postdivide))
         return -1;
     spec.layout_owner = layout;
     spec.use_orig_params = orig;
     spec.keep_low_precision_grads = keep;
     spec.skip_writeback_check = skip;
-    if (!(spec.layout = layout_of(layout))) return -1;
+    if (!(spec.layout = layout_of(layout)))
+        return -1;
     return handle_init(inside(self), &spec);
 }
 
@@ -101,7 +121,8 @@ static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
 static int append_grad(PyObject *grads, PyObject *param) {
     PyObject *grad = torch_get_grad(param);
     int result = grad ? 0 : -1;
-    if (grad && grad != Py_None) result = PyList_Append(grads, grad);
+    if (grad && grad != Py_None)
+        result = PyList_Append(grads, grad);
     Py_XDECREF(grad);
     return result;
 }
@@ -111,10 +132,12 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
     PyObject *grads = PyList_New(0);
     int result = grads ? 0 : -1;
     (void)unused;
-    if (!result && !handle->use_orig_params) result = append_grad(grads, handle->flat_param);
+    if (!result && !handle->use_orig_params)
+        result = append_grad(grads, handle->flat_param);
     for (int64_t i = 0; !result && handle->use_orig_params && i < handle->num_params; i++)
         result = append_grad(grads, PyList_GetItem(handle->params, i));
-    if (result < 0) Py_CLEAR(grads);
+    if (result < 0)
+        Py_CLEAR(grads);
     return grads;
 }
 
@@ -122,7 +145,8 @@ static PyObject *show_sharded(PyObject *self, PyObject *unused) {
     struct handle *handle = inside(self);
     (void)unused;
     handle->shown = SHOWN_NOTHING;
-    if (handle_lazy_init(handle) < 0) return NULL;
+    if (handle_lazy_init(handle) < 0)
+        return NULL;
     return none_or_error(handle_show_sharded(handle));
 }
 
@@ -140,7 +164,8 @@ static PyObject *writeback(PyObject *self, PyObject *unused) {
 static PyObject *unshard(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
     (void)unused;
-    if (!handle || handle_unshard_enqueue(handle) < 0) return NULL;
+    if (!handle || handle_unshard_enqueue(handle) < 0)
+        return NULL;
     return none_or_error(handle_unshard_wait(handle));
 }
 
@@ -247,10 +272,14 @@ static PyGetSetDef attributes[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_init, handle_object_init},       {Py_tp_traverse, handle_object_traverse},
-    {Py_tp_clear, handle_object_clear},     {Py_tp_dealloc, handle_object_dealloc},
-    {Py_tp_methods, methods},               {Py_tp_getset, attributes},
-    {Py_tp_doc, "One flat parameter: its storage, views and gradients."}, {0, NULL},
+    {Py_tp_init, handle_object_init},
+    {Py_tp_traverse, handle_object_traverse},
+    {Py_tp_clear, handle_object_clear},
+    {Py_tp_dealloc, handle_object_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {Py_tp_doc, "One flat parameter: its storage, views and gradients."},
+    {0, NULL},
 };
 
 static PyType_Spec type_spec = {

@@ -241,9 +241,8 @@ static PyMethodDef methods[] = {
 static const char type_doc[] =
     "FlatLayout(param_numels, aligned_numel, world_size, rank, sharded)\n--\n\n"
     "Offsets, padding and shards of one flat parameter; element counts only. Immutable.\n\n"
-    "aligned_numel 0 packs the parameters without any padding (use_orig_params=False). ValueError for no parameters, "
-    "a\n"
-    "negative size or alignment, or a rank outside the world; OverflowError when the total exceeds 64 bits.";
+    "aligned_numel 0 packs the parameters without any padding (use_orig_params=False). ValueError for no parameters,\n"
+    "a negative size or alignment, or a rank outside the world; OverflowError when the total exceeds 64 bits.";
 
 PyObject *layout_type_create(PyObject *module) {
     PyType_Slot slots[] = {

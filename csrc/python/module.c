@@ -19,7 +19,8 @@ static PyObject *peak_unsharded_nbytes(PyObject *self, PyObject *args, PyObject 
     static char *names[] = {"reset", NULL};
     int reset = 0;
     (void)self;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", names, &reset)) return NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", names, &reset))
+        return NULL;
     return PyLong_FromLongLong(buffer_peak_nbytes(reset));
 }
 
@@ -36,9 +37,12 @@ static int add_type(PyObject *module, const char *name, PyObject *type) {
 }
 
 static int add_types(PyObject *module) {
-    if (add_type(module, "FlatLayout", layout_type_create(module)) < 0) return -1;
-    if (add_type(module, "Handle", handle_type_create(module)) < 0) return -1;
-    if (add_type(module, "Unit", unit_type_create(module)) < 0) return -1;
+    if (add_type(module, "FlatLayout", layout_type_create(module)) < 0)
+        return -1;
+    if (add_type(module, "Handle", handle_type_create(module)) < 0)
+        return -1;
+    if (add_type(module, "Unit", unit_type_create(module)) < 0)
+        return -1;
     return add_type(module, "Runtime", runtime_type_create(module));
 }
 
@@ -62,22 +66,35 @@ static int add_constants(PyObject *module) {
         {"HYBRID_SHARD_ZERO2", HYBRID_SHARD_ZERO2},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
-        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0) return -1;
+        if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)
+            return -1;
     return 0;
 }
 
 /* torch first: its symbols, its Python names, our ops; then what stands on them. */
 static int module_exec(PyObject *module) {
-    if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0) return -1;
-    if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0) return -1;
+    if (torch_abi_init() < 0 || torch_names_init() < 0 || tensor_init() < 0 || ops_init() < 0)
+        return -1;
+    if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0)
+        return -1;
     return add_types(module) < 0 ? -1 : add_constants(module);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, module_exec}, {0, NULL}};
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "fsdp_c._C", "The C runtime of fsdp_c. Its contract is in _C.pyi.", 0, functions, slots, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT,
+    "fsdp_c._C",
+    "The C runtime of fsdp_c. Its contract is in _C.pyi.",
+    0,
+    functions,
+    slots,
+    NULL,
+    NULL,
+    NULL,
 };
 
 PyMODINIT_FUNC PyInit__C(void);
-PyMODINIT_FUNC PyInit__C(void) { return PyModuleDef_Init(&definition); }
+PyMODINIT_FUNC PyInit__C(void) {
+    return PyModuleDef_Init(&definition);
+}

@@ -6,18 +6,23 @@ struct runtime_object {
     struct runtime runtime;
 };
 
-static struct runtime *inside(PyObject *self) { return &((struct runtime_object *)self)->runtime; }
+static struct runtime *inside(PyObject *self) {
+    return &((struct runtime_object *)self)->runtime;
+}
 
 /* ---- life ---- */
 
 static struct unit **units_of(PyObject *objects) {
     Py_ssize_t count = PyTuple_Size(objects);
     struct unit **units = PyMem_Calloc((size_t)count + 1, sizeof *units);
-    if (!units) return (struct unit **)PyErr_NoMemory();
+    if (!units)
+        return (struct unit **)PyErr_NoMemory();
     for (Py_ssize_t i = 0; i < count; i++) {
         units[i] = unit_of(PyTuple_GetItem(objects, i));
-        if (units[i] && !units[i]->runtime) continue;
-        if (units[i]) PyErr_Format(PyExc_RuntimeError, "unit %S has a root already", units[i]->name);
+        if (units[i] && !units[i]->runtime)
+            continue;
+        if (units[i])
+            PyErr_Format(PyExc_RuntimeError, "unit %S has a root already", units[i]->name);
         PyMem_Free(units);
         return NULL;
     }
@@ -31,13 +36,17 @@ static int runtime_object_init(PyObject *self, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_RuntimeError, "a Runtime is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence)) return -1;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &sequence))
+        return -1;
     PyObject *objects = PySequence_Tuple(sequence);
-    if (!objects) return -1;
+    if (!objects)
+        return -1;
     struct unit **units = PyTuple_Size(objects) ? units_of(objects) : NULL;
-    if (!units && !PyErr_Occurred()) PyErr_SetString(PyExc_ValueError, "a Runtime needs at least its root");
+    if (!units && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a Runtime needs at least its root");
     int result = units ? runtime_init(inside(self), self, objects, units) : -1;
-    if (result < 0) runtime_clear(inside(self));
+    if (result < 0)
+        runtime_clear(inside(self));
     PyMem_Free(units);
     Py_DECREF(objects);
     return result;
@@ -48,7 +57,9 @@ static int runtime_object_traverse(PyObject *self, visitproc visit, void *arg) {
     return runtime_visit(inside(self), visit, arg);
 }
 
-static int runtime_object_clear(PyObject *self) { return runtime_clear(inside(self)); }
+static int runtime_object_clear(PyObject *self) {
+    return runtime_clear(inside(self));
+}
 
 static void runtime_object_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -74,7 +85,8 @@ static PyObject *release(PyObject *self, PyObject *unused) {
     struct runtime *runtime = inside(self);
     (void)unused;
     for (int64_t i = 0; i < runtime->num_units; i++) {
-        if (runtime->units[i]->training_state == USE_IDLE) continue;
+        if (runtime->units[i]->training_state == USE_IDLE)
+            continue;
         PyErr_Format(PyExc_RuntimeError, "unit %S is amid a forward or backward", runtime->units[i]->name);
         return NULL;
     }
@@ -108,10 +120,14 @@ static PyGetSetDef attributes[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_init, runtime_object_init},   {Py_tp_traverse, runtime_object_traverse},
-    {Py_tp_clear, runtime_object_clear}, {Py_tp_dealloc, runtime_object_dealloc},
-    {Py_tp_methods, methods},            {Py_tp_getset, attributes},
-    {Py_tp_doc, "One root and its units: execution order, prefetch, final callback."}, {0, NULL},
+    {Py_tp_init, runtime_object_init},
+    {Py_tp_traverse, runtime_object_traverse},
+    {Py_tp_clear, runtime_object_clear},
+    {Py_tp_dealloc, runtime_object_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {Py_tp_doc, "One root and its units: execution order, prefetch, final callback."},
+    {0, NULL},
 };
 
 static PyType_Spec type_spec = {
@@ -121,4 +137,6 @@ static PyType_Spec type_spec = {
     .slots = slots,
 };
 
-PyObject *runtime_type_create(PyObject *module) { return PyType_FromModuleAndSpec(module, &type_spec, NULL); }
+PyObject *runtime_type_create(PyObject *module) {
+    return PyType_FromModuleAndSpec(module, &type_spec, NULL);
+}

@@ -16,6 +16,8 @@ struct handle *handle_of(PyObject *object);
 struct unit *unit_of(PyObject *object);
 
 /* 0 -> None, -1 -> NULL: the end of a method that returns nothing. */
-static inline PyObject *none_or_error(int result) { return result < 0 ? NULL : Py_NewRef(Py_None); }
+static inline PyObject *none_or_error(int result) {
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
 
 #endif

@@ -9,10 +9,13 @@ struct unit_object {
 
 static PyTypeObject *unit_type; /* borrowed from the module's dict, which lives for ever */
 
-static struct unit *inside(PyObject *self) { return &((struct unit_object *)self)->unit; }
+static struct unit *inside(PyObject *self) {
+    return &((struct unit_object *)self)->unit;
+}
 
 struct unit *unit_of(PyObject *object) {
-    if (PyObject_TypeCheck(object, unit_type)) return inside(object);
+    if (PyObject_TypeCheck(object, unit_type))
+        return inside(object);
     PyErr_Format(PyExc_TypeError, "expected a Unit, got %R", (PyObject *)Py_TYPE(object));
     return NULL;
 }
@@ -20,8 +23,16 @@ struct unit *unit_of(PyObject *object) {
 /* ---- life ---- */
 
 static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"module", "handle", "name", "param_dtype", "cast_forward_inputs",
-                            "cast_root_forward_inputs", "backward_prefetch", "forward_prefetch", "limit_all_gathers", NULL};
+    static char *names[] = {"module",
+                            "handle",
+                            "name",
+                            "param_dtype",
+                            "cast_forward_inputs",
+                            "cast_root_forward_inputs",
+                            "backward_prefetch",
+                            "forward_prefetch",
+                            "limit_all_gathers",
+                            NULL};
     struct unit_spec spec = {0};
     PyObject *handle;
     int cast, cast_root, prefetch, limit;
@@ -34,7 +45,8 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;
-        if (!(spec.handle = handle_of(handle))) return -1;
+        if (!(spec.handle = handle_of(handle)))
+            return -1;
     }
     spec.cast_forward_inputs = cast;
     spec.cast_root_forward_inputs = cast_root;
@@ -48,7 +60,9 @@ static int unit_object_traverse(PyObject *self, visitproc visit, void *arg) {
     return unit_visit(inside(self), visit, arg);
 }
 
-static int unit_object_clear(PyObject *self) { return unit_clear(inside(self)); }
+static int unit_object_clear(PyObject *self) {
+    return unit_clear(inside(self));
+}
 
 static void unit_object_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
@@ -62,14 +76,16 @@ static void unit_object_dealloc(PyObject *self) {
 
 static PyObject *forward(PyObject *self, PyObject *args) {
     PyObject *wrapped, *inputs, *kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!", &wrapped, &PyTuple_Type, &inputs, &PyDict_Type, &kwargs)) return NULL;
+    if (!PyArg_ParseTuple(args, "OO!O!", &wrapped, &PyTuple_Type, &inputs, &PyDict_Type, &kwargs))
+        return NULL;
     return unit_forward(inside(self), wrapped, inputs, kwargs);
 }
 
 /* A unit without parameters has no handle whose state could say that it is inside summon_full_params. */
 static PyObject *set_summoning(PyObject *self, PyObject *value) {
     int wanted = PyObject_IsTrue(value);
-    if (wanted < 0) return NULL;
+    if (wanted < 0)
+        return NULL;
     return none_or_error(unit_set_training_state(inside(self), wanted ? USE_SUMMON_FULL_PARAMS : USE_IDLE));
 }
 
@@ -95,14 +111,16 @@ static PyObject *get_runtime(PyObject *self, void *unused) {
 
 static PyObject *get_is_root(PyObject *self, void *unused) {
     (void)unused;
-    if (!inside(self)->runtime) Py_RETURN_NONE;
+    if (!inside(self)->runtime)
+        Py_RETURN_NONE;
     return PyBool_FromLong(inside(self)->is_root);
 }
 
 static PyObject *get_training_state(PyObject *self, void *unused) {
     const struct unit *unit = inside(self);
     (void)unused;
-    if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS) return PyLong_FromLong(USE_SUMMON_FULL_PARAMS);
+    if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
+        return PyLong_FromLong(USE_SUMMON_FULL_PARAMS);
     return PyLong_FromLong(unit->training_state);
 }
 
@@ -114,7 +132,8 @@ static PyObject *get_sync_gradients(PyObject *self, void *unused) {
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     int wanted = value ? PyObject_IsTrue(value) : -1;
     (void)unused;
-    if (wanted < 0) return -1;
+    if (wanted < 0)
+        return -1;
     inside(self)->sync_gradients = wanted;
     return 0;
 }
@@ -129,10 +148,14 @@ static PyGetSetDef attributes[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_init, unit_object_init},   {Py_tp_traverse, unit_object_traverse},
-    {Py_tp_clear, unit_object_clear}, {Py_tp_dealloc, unit_object_dealloc},
-    {Py_tp_methods, methods},         {Py_tp_getset, attributes},
-    {Py_tp_doc, "One FullyShardedDataParallel instance: the entry points of the step."}, {0, NULL},
+    {Py_tp_init, unit_object_init},
+    {Py_tp_traverse, unit_object_traverse},
+    {Py_tp_clear, unit_object_clear},
+    {Py_tp_dealloc, unit_object_dealloc},
+    {Py_tp_methods, methods},
+    {Py_tp_getset, attributes},
+    {Py_tp_doc, "One FullyShardedDataParallel instance: the entry points of the step."},
+    {0, NULL},
 };
 
 static PyType_Spec type_spec = {

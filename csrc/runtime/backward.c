@@ -6,21 +6,29 @@
 
 static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0) return -1;
-    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0) return -1;
+    if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
+        return -1;
+    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
+        return -1;
     unit->needs_pre_backward_unshard = unit->prefetched = false;
-    if (unit->backward_prefetch == PREFETCH_BACKWARD_PRE && order_prefetch_backward(unit) < 0) return -1;
+    if (unit->backward_prefetch == PREFETCH_BACKWARD_PRE && order_prefetch_backward(unit) < 0)
+        return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
-    if (handle->use_orig_params && handle_show_views(handle, handle->views) < 0) return -1;
+    if (handle->use_orig_params && handle_show_views(handle, handle->views) < 0)
+        return -1;
     return handle_prepare_gradient(handle);
 }
 
 int unit_pre_backward(struct unit *unit) {
-    if (!unit->runtime || unit->ran_pre_backward) return 0;
+    if (!unit->runtime || unit->ran_pre_backward)
+        return 0;
     /* whoever is outermost in this backward has it finalised (parity 12) */
-    if (runtime_queue_final_callback(unit->runtime) < 0) return -1;
-    if (unit_set_training_state(unit, USE_FORWARD) < 0) return -1;
-    if (unit->handle && unshard_for_backward(unit) < 0) return -1;
+    if (runtime_queue_final_callback(unit->runtime) < 0)
+        return -1;
+    if (unit_set_training_state(unit, USE_FORWARD) < 0)
+        return -1;
+    if (unit->handle && unshard_for_backward(unit) < 0)
+        return -1;
     unit->ran_pre_backward = true;
     return 0;
 }
@@ -40,26 +48,32 @@ static int prefetch_after_backward(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || handle_pack(unit->handle) < 0) return -1;
-    if (reshard_in_backward(unit) < 0 || prefetch_after_backward(unit) < 0) return -1;
+    if (runtime_finish_reduction(runtime) < 0 || handle_pack(unit->handle) < 0)
+        return -1;
+    if (reshard_in_backward(unit) < 0 || prefetch_after_backward(unit) < 0)
+        return -1;
     runtime->reducing = unit;
     return handle_reduce_enqueue(unit->handle);
 }
 
 static int keep_unsharded(struct unit *unit) {
-    if (handle_accumulate_unsharded(unit->handle) < 0) return -1;
+    if (handle_accumulate_unsharded(unit->handle) < 0)
+        return -1;
     return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
 }
 
 static int post_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (runtime_queue_final_callback(unit->runtime) < 0) return -1;
-    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || handle_prepare_gradient(handle) < 0) return -1;
+    if (runtime_queue_final_callback(unit->runtime) < 0)
+        return -1;
+    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || handle_prepare_gradient(handle) < 0)
+        return -1;
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
 }
 
 int unit_post_backward(struct unit *unit) {
-    if (!unit->runtime || !unit->handle || !handle_has_new_gradients(unit->handle)) return 0;
+    if (!unit->runtime || !unit->handle || !handle_has_new_gradients(unit->handle))
+        return 0;
     bool enabled = torch_grad_enabled();
     torch_set_grad_enabled(false);
     int result = post_backward(unit);
@@ -68,7 +82,9 @@ int unit_post_backward(struct unit *unit) {
 }
 
 int unit_reshard_only(struct unit *unit) {
-    if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE) return 0;
-    if (handle_set_training_state(unit->handle, USE_BACKWARD_POST) < 0) return -1;
+    if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
+        return 0;
+    if (handle_set_training_state(unit->handle, USE_BACKWARD_POST) < 0)
+        return -1;
     return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
 }

@@ -13,7 +13,8 @@ static PyObject *hook_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct hook *hook = (struct hook *)self;
     (void)args;
     (void)kwargs;
-    if (hook->target && hook->function(hook->target) < 0) return NULL;
+    if (hook->target && hook->function(hook->target) < 0)
+        return NULL;
     Py_RETURN_NONE;
 }
 
@@ -39,8 +40,12 @@ static void hook_dealloc(PyObject *self) {
 }
 
 static PyType_Slot slots[] = {
-    {Py_tp_call, hook_call},       {Py_tp_traverse, hook_traverse}, {Py_tp_clear, hook_clear},
-    {Py_tp_dealloc, hook_dealloc}, {Py_tp_doc, "A hook of the fsdp_c runtime. Not serialisable."}, {0, NULL},
+    {Py_tp_call, hook_call},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_doc, "A hook of the fsdp_c runtime. Not serialisable."},
+    {0, NULL},
 };
 
 static PyType_Spec spec = {
@@ -51,16 +56,19 @@ static PyType_Spec spec = {
 };
 
 int hook_init(void) {
-    if (hook_type) return 0;
+    if (hook_type)
+        return 0;
     hook_type = (PyTypeObject *)PyType_FromSpec(&spec);
-    if (!hook_type) return -1;
+    if (!hook_type)
+        return -1;
     /* torch looks for this mark before it warns that a hook is not saved with its tensor */
     return PyObject_SetAttrString((PyObject *)hook_type, "__torch_unserializable__", Py_True);
 }
 
 PyObject *hook_new(hook_function function, void *target, PyObject *owner) {
     struct hook *hook = PyObject_GC_New(struct hook, hook_type);
-    if (!hook) return NULL;
+    if (!hook)
+        return NULL;
     hook->function = function;
     hook->target = target;
     hook->owner = Py_XNewRef(owner);
@@ -68,7 +76,9 @@ PyObject *hook_new(hook_function function, void *target, PyObject *owner) {
     return (PyObject *)hook;
 }
 
-void hook_disarm(PyObject *hook) { ((struct hook *)hook)->target = NULL; }
+void hook_disarm(PyObject *hook) {
+    ((struct hook *)hook)->target = NULL;
+}
 
 void *hook_target(PyObject *hook) {
     return Py_TYPE(hook) == hook_type ? ((struct hook *)hook)->target : NULL;

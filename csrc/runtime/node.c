@@ -17,14 +17,17 @@ static PyObject *frozen_views(const struct handle *handle) {
     PyObject *frozen = NULL;
     for (int64_t i = 0; handle->use_orig_params && i < handle->num_params; i++) {
         int requires_grad = torch_requires_grad(PyList_GetItem(handle->params, i));
-        if (requires_grad > 0) continue;
-        if (requires_grad < 0 || (!frozen && !(frozen = PyList_New(0)))) return NULL;
+        if (requires_grad > 0)
+            continue;
+        if (requires_grad < 0 || (!frozen && !(frozen = PyList_New(0))))
+            return NULL;
         if (PyList_Append(frozen, PyTuple_GetItem(handle->views, i)) < 0) {
             Py_DECREF(frozen);
             return NULL;
         }
     }
-    if (!frozen) return Py_NewRef(Py_None);
+    if (!frozen)
+        return Py_NewRef(Py_None);
     PyObject *tuple = PyList_AsTuple(frozen);
     Py_DECREF(frozen);
     return tuple;
@@ -33,11 +36,15 @@ static PyObject *frozen_views(const struct handle *handle) {
 static PyObject *node_forward(PyObject *self, PyObject *args) {
     PyObject *context, *anchor, *token, *frozen;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOO", &context, &anchor, &token)) return NULL;
+    if (!PyArg_ParseTuple(args, "OOO", &context, &anchor, &token))
+        return NULL;
     struct unit *unit = hook_target(token);
-    if (PyObject_SetAttr(context, torch_names.unit, token) < 0) return NULL;
-    if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0) return NULL;
-    if (!(frozen = frozen_views(unit->handle))) return NULL;
+    if (PyObject_SetAttr(context, torch_names.unit, token) < 0)
+        return NULL;
+    if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
+        return NULL;
+    if (!(frozen = frozen_views(unit->handle)))
+        return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
     return result < 0 ? NULL : Py_NewRef(unit->handle->views);
@@ -47,7 +54,8 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
 static PyObject *node_backward(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *token = PyObject_GetAttr(PyTuple_GetItem(args, 0), torch_names.unit);
-    if (!token) return NULL;
+    if (!token)
+        return NULL;
     struct unit *unit = hook_target(token);
     int result = unit ? handle_receive(unit->handle, args) : 0;
     Py_DECREF(token);
@@ -62,20 +70,26 @@ static PyObject *make_class(PyObject *function) {
     PyObject *forward = PyCFunction_New(&forward_def, NULL), *backward = PyCFunction_New(&backward_def, NULL);
     PyObject *class = NULL;
     if (forward && backward)
-        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOss}", "FlatParameterViews", function, "forward",
-                                      forward, "backward", backward, "__module__", "fsdp_c");
+        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOss}", "FlatParameterViews", function,
+                                      "forward", forward, "backward", backward, "__module__", "fsdp_c");
     Py_XDECREF(forward);
     Py_XDECREF(backward);
     return class;
 }
 
 int node_init(void) {
-    if (apply) return 0;
-    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL, *base = NULL, *super = NULL;
-    if (autograd) function = PyObject_GetAttrString(autograd, "Function");
-    if (function) class = make_class(function);
-    if (class) super = PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL);
-    if (super) apply = PyObject_GetAttrString(super, "apply");
+    if (apply)
+        return 0;
+    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL, *base = NULL,
+             *super = NULL;
+    if (autograd)
+        function = PyObject_GetAttrString(autograd, "Function");
+    if (function)
+        class = make_class(function);
+    if (class)
+        super = PyObject_CallFunctionObjArgs((PyObject *)&PySuper_Type, function, class, NULL);
+    if (super)
+        apply = PyObject_GetAttrString(super, "apply");
     Py_XDECREF(autograd);
     Py_XDECREF(function);
     Py_XDECREF(class);
@@ -86,7 +100,9 @@ int node_init(void) {
 
 /* ---- anchor ---- */
 
-static int on_all_gradients(void *target) { return unit_post_backward(target); }
+static int on_all_gradients(void *target) {
+    return unit_post_backward(target);
+}
 
 /* The accumulation node of a leaf: what its expansion leads back to. */
 static PyObject *accumulation_node(PyObject *leaf) {
@@ -105,11 +121,15 @@ static PyObject *accumulation_node(PyObject *leaf) {
 static int make_anchor(struct unit *unit) {
     PyObject *removable = NULL;
     PyObject *anchor = torch_empty(1, unit->handle->param_dtype, unit->handle->device);
-    if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0) goto fail;
-    if (!(unit->anchor_node = accumulation_node(anchor))) goto fail;
-    if (!(unit->anchor_hook = hook_new(on_all_gradients, unit, NULL))) goto fail;
+    if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
+        goto fail;
+    if (!(unit->anchor_node = accumulation_node(anchor)))
+        goto fail;
+    if (!(unit->anchor_hook = hook_new(on_all_gradients, unit, NULL)))
+        goto fail;
     removable = PyObject_CallMethod(unit->anchor_node, "register_hook", "O", unit->anchor_hook);
-    if (!removable) goto fail;
+    if (!removable)
+        goto fail;
     Py_DECREF(removable);
     unit->anchor = anchor;
     return 0;
@@ -124,9 +144,12 @@ int unit_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
     PyObject *token = hook_new(receive, unit, unit->object), *views = NULL;
-    if (!enabled) torch_set_grad_enabled(true);
-    if (token && (unit->anchor || make_anchor(unit) == 0)) views = PyObject_CallFunctionObjArgs(apply, unit->anchor, token, NULL);
-    if (!enabled) torch_set_grad_enabled(false);
+    if (!enabled)
+        torch_set_grad_enabled(true);
+    if (token && (unit->anchor || make_anchor(unit) == 0))
+        views = PyObject_CallFunctionObjArgs(apply, unit->anchor, token, NULL);
+    if (!enabled)
+        torch_set_grad_enabled(false);
     unit->views_attached = true;
     Py_XDECREF(token);
     Py_XDECREF(views);
@@ -135,14 +158,17 @@ int unit_attach_views(struct unit *unit) {
 
 int unit_detach_views(struct unit *unit) {
     PyObject *views = unit->handle ? unit->handle->views : NULL;
-    if (!unit->views_attached || !views) return 0;
+    if (!unit->views_attached || !views)
+        return 0;
     unit->views_attached = false;
     for (int64_t i = 0; i < unit->handle->num_params; i++) {
         PyObject *view = PyTuple_GetItem(views, i);
         int requires_grad = torch_requires_grad(view);
-        PyObject *done = requires_grad > 0 ? PyObject_CallMethodObjArgs(view, torch_names.detach_, NULL) : Py_NewRef(Py_None);
+        PyObject *done =
+            requires_grad > 0 ? PyObject_CallMethodObjArgs(view, torch_names.detach_, NULL) : Py_NewRef(Py_None);
         Py_XDECREF(done);
-        if (!done || requires_grad < 0) return -1;
+        if (!done || requires_grad < 0)
+            return -1;
     }
     return 0;
 }

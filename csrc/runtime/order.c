@@ -3,7 +3,8 @@
 
 void order_record_pre_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime->iteration > 0 || unit->pre_forward_index >= 0) return;
+    if (runtime->iteration > 0 || unit->pre_forward_index >= 0)
+        return;
     unit->pre_forward_index = runtime->num_pre;
     runtime->pre_order[runtime->num_pre++] = unit;
 }
@@ -22,16 +23,20 @@ static int grow(struct runtime *runtime) {
 
 int order_record_post_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (unit->post_forward_index > 0) return 0; /* the unit at index 0 is recorded again, as upstream does (D-111) */
-    if (runtime->num_post == runtime->capacity && grow(runtime) < 0) return -1;
+    if (unit->post_forward_index > 0)
+        return 0; /* the unit at index 0 is recorded again, as upstream does (D-111) */
+    if (runtime->num_post == runtime->capacity && grow(runtime) < 0)
+        return -1;
     unit->post_forward_index = runtime->num_post;
     runtime->post_order[runtime->num_post++] = unit;
     return 0;
 }
 
 static int prefetch(struct unit *candidate) {
-    if (candidate->prefetched || candidate->handle->param_state != PARAM_SHARDED) return 0;
-    if (handle_unshard_enqueue(candidate->handle) < 0) return -1;
+    if (candidate->prefetched || candidate->handle->param_state != PARAM_SHARDED)
+        return 0;
+    if (handle_unshard_enqueue(candidate->handle) < 0)
+        return -1;
     candidate->prefetched = true;
     return 0;
 }
@@ -39,13 +44,15 @@ static int prefetch(struct unit *candidate) {
 int order_prefetch_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     int64_t next = unit->pre_forward_index + 1;
-    if (!unit->forward_prefetch || next == 0 || next >= runtime->num_pre) return 0;
+    if (!unit->forward_prefetch || next == 0 || next >= runtime->num_pre)
+        return 0;
     return prefetch(runtime->pre_order[next]);
 }
 
 int order_prefetch_backward(struct unit *unit) {
     struct unit *candidate;
-    if (unit->post_forward_index < 1) return 0;
+    if (unit->post_forward_index < 1)
+        return 0;
     candidate = unit->runtime->post_order[unit->post_forward_index - 1];
     return candidate->needs_pre_backward_unshard ? prefetch(candidate) : 0;
 }

@@ -9,7 +9,8 @@
 /* ---- life ---- */
 
 static int bind_unit(struct runtime *runtime, struct unit *unit, bool is_root) {
-    if (unit->handle && handle_follow_flat_param(unit->handle) < 0) return -1;
+    if (unit->handle && handle_follow_flat_param(unit->handle) < 0)
+        return -1;
     unit->is_root = is_root;
     unit->runtime = runtime;
     unit->runtime_object = Py_NewRef(runtime->object);
@@ -30,7 +31,8 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     }
     runtime->capacity = (int64_t)count + 1;
     for (size_t i = 0; i < count; i++) {
-        if (bind_unit(runtime, units[i], i == 0) < 0) return -1;
+        if (bind_unit(runtime, units[i], i == 0) < 0)
+            return -1;
         runtime->units[runtime->num_units++] = units[i];
     }
     return 0;
@@ -65,7 +67,8 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
 int runtime_detach_views(struct runtime *runtime) {
     int result = 0;
     for (int64_t i = 0; i < runtime->num_units; i++)
-        if (unit_detach_views(runtime->units[i]) < 0) result = -1;
+        if (unit_detach_views(runtime->units[i]) < 0)
+            result = -1;
     return result;
 }
 
@@ -74,7 +77,8 @@ int runtime_detach_views(struct runtime *runtime) {
 int runtime_collect_user_grads(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct handle *handle = runtime->units[i]->handle;
-        if (handle && handle_collect_user_grads(handle) < 0) return -1;
+        if (handle && handle_collect_user_grads(handle) < 0)
+            return -1;
     }
     return 0;
 }
@@ -82,7 +86,8 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 /* Is autograd running a backward in this thread? */
 static int in_backward(void) {
     PyObject *module = PyImport_ImportModule("torch._C"), *id = NULL;
-    if (module) id = PyObject_CallMethod(module, "_current_graph_task_id", NULL);
+    if (module)
+        id = PyObject_CallMethod(module, "_current_graph_task_id", NULL);
     int result = id ? PyLong_AsLong(id) != -1 : -1;
     Py_XDECREF(module);
     Py_XDECREF(id);
@@ -91,29 +96,37 @@ static int in_backward(void) {
 
 /* A queued callback that never ran means that the last backward raised: what it left is dropped. */
 static int reset_after_failed_backward(struct runtime *runtime) {
-    if (!runtime->callback_queued) return 0;
+    if (!runtime->callback_queued)
+        return 0;
     int running = in_backward();
-    if (running) return running < 0 ? -1 : 0;
+    if (running)
+        return running < 0 ? -1 : 0;
     return runtime_reset(runtime);
 }
 
 int runtime_root_pre_forward(struct runtime *runtime) {
-    if (reset_after_failed_backward(runtime) < 0) return -1;
+    if (reset_after_failed_backward(runtime) < 0)
+        return -1;
     return runtime_collect_user_grads(runtime);
 }
 
 /* ---- end of a backward ---- */
 
-static int final_callback(void *target) { return runtime_final_callback(target); }
+static int final_callback(void *target) {
+    return runtime_final_callback(target);
+}
 
 int runtime_queue_final_callback(struct runtime *runtime) {
-    if (runtime->callback_queued) return 0;
-    if (runtime_collect_user_grads(runtime) < 0) return -1;
+    if (runtime->callback_queued)
+        return 0;
+    if (runtime_collect_user_grads(runtime) < 0)
+        return -1;
     PyObject *hook = hook_new(final_callback, runtime, runtime->object);
     PyObject *done = hook ? PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL) : NULL;
     Py_XDECREF(hook);
     Py_XDECREF(done);
-    if (!done) return -1;
+    if (!done)
+        return -1;
     runtime->callback_queued = true;
     return 0;
 }
@@ -125,7 +138,8 @@ int runtime_finish_reduction(struct runtime *runtime) {
 }
 
 static int remove_reshard_hook(struct unit *unit) {
-    if (!unit->reshard_hook) return 0;
+    if (!unit->reshard_hook)
+        return 0;
     PyObject *done = PyObject_CallMethod(unit->reshard_hook, "remove", NULL);
     Py_CLEAR(unit->reshard_hook);
     Py_XDECREF(done);
@@ -141,13 +155,16 @@ static int reset_flags(struct unit *unit) {
 static int finalise_handle(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool free_storage = !handle->sharded || unit->sync_gradients || handle_reshards_after_forward(handle);
-    if (handle_reshard(handle, free_storage) < 0 || handle_show_sharded(handle) < 0) return -1;
-    if (handle->gradients.in_backward && handle_hand_over(handle) < 0) return -1;
+    if (handle_reshard(handle, free_storage) < 0 || handle_show_sharded(handle) < 0)
+        return -1;
+    if (handle->gradients.in_backward && handle_hand_over(handle) < 0)
+        return -1;
     return handle_set_training_state(handle, USE_IDLE);
 }
 
 static int finalise_units(struct runtime *runtime) {
-    if (runtime_finish_reduction(runtime) < 0) return -1;
+    if (runtime_finish_reduction(runtime) < 0)
+        return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (remove_reshard_hook(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || reset_flags(unit) < 0)
@@ -161,7 +178,8 @@ int runtime_final_callback(struct runtime *runtime) {
     torch_set_grad_enabled(false);
     int result = finalise_units(runtime);
     torch_set_grad_enabled(enabled);
-    if (result < 0) return -1;
+    if (result < 0)
+        return -1;
     order_next_iteration(runtime);
     runtime->callback_queued = false;
     return 0;
@@ -170,7 +188,8 @@ int runtime_final_callback(struct runtime *runtime) {
 int runtime_release(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct handle *handle = runtime->units[i]->handle;
-        if (handle && (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0)) return -1;
+        if (handle && (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0))
+            return -1;
     }
     return runtime_clear(runtime);
 }
@@ -183,13 +202,16 @@ int runtime_reset(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         struct handle *handle = unit->handle;
-        if (remove_reshard_hook(unit) < 0) return -1;
+        if (remove_reshard_hook(unit) < 0)
+            return -1;
         if (handle) {
             handle_drop_gradients(handle);
             handle_force_idle(handle);
-            if (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0) return -1;
+            if (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0)
+                return -1;
         }
-        if (reset_flags(unit) < 0) return -1;
+        if (reset_flags(unit) < 0)
+            return -1;
     }
     runtime->num_post = 0;
     runtime->callback_queued = false;

@@ -23,11 +23,11 @@ struct runtime;
 
 /* One FullyShardedDataParallel instance. */
 struct unit {
-    PyObject *object;     /* borrowed; the Python object that this struct lives in */
-    PyObject *module_ref; /* owned; weak reference to the instance, which owns the unit; its _lazy_init
+    PyObject *object;         /* borrowed; the Python object that this struct lives in */
+    PyObject *module_ref;     /* owned; weak reference to the instance, which owns the unit; its _lazy_init
                              * builds the runtime, its end detaches the views */
-    PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
-    struct handle *handle;   /* borrowed from handle_object */
+    PyObject *handle_object;  /* owned; or NULL when the instance manages no parameters */
+    struct handle *handle;    /* borrowed from handle_object */
     PyObject *runtime_object; /* owned; NULL before lazy init */
     struct runtime *runtime;  /* borrowed from runtime_object */
     PyObject *name;           /* owned; str */
@@ -82,7 +82,7 @@ int unit_attach_views(struct unit *unit); /* the views belong to a new node; its
 int unit_detach_views(struct unit *unit); /* the views have no history */
 
 struct runtime {
-    PyObject *object; /* borrowed */
+    PyObject *object;       /* borrowed */
     PyObject *unit_objects; /* owned; tuple */
     struct unit **units;    /* owned array of borrowed pointers; units[0] is the root */
     int64_t num_units;
@@ -94,9 +94,11 @@ struct runtime {
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
 
-int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units); /* steals nothing */
+int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects,
+                 struct unit **units); /* steals nothing */
 int runtime_clear(struct runtime *runtime);
-int runtime_release(struct runtime *runtime); /* of an idle runtime: the units are as before lazy init, gradients stay */
+int runtime_release(
+    struct runtime *runtime); /* of an idle runtime: the units are as before lazy init, gradients stay */
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 
 int runtime_root_pre_forward(struct runtime *runtime);

@@ -11,7 +11,8 @@
 static PyObject *on_module_end(PyObject *self, PyObject *reference) {
     struct unit *unit = PyCapsule_GetPointer(self, NULL);
     (void)reference;
-    if (!unit) return NULL;
+    if (!unit)
+        return NULL;
     int result = unit->is_root && unit->runtime ? runtime_detach_views(unit->runtime) : unit_detach_views(unit);
     return result < 0 ? NULL : Py_NewRef(Py_None);
 }
@@ -22,8 +23,10 @@ static PyMethodDef module_end_def = {"on_module_end", on_module_end, METH_O, NUL
  * it is cut when the module goes, for the whole tree when that is the root. The weak reference dies with the unit, so the capsule's pointer is good while it can be called. */
 static PyObject *watch_module(struct unit *unit, PyObject *module) {
     PyObject *capsule = PyCapsule_New(unit, NULL, NULL), *callback = NULL, *reference = NULL;
-    if (capsule) callback = PyCFunction_New(&module_end_def, capsule);
-    if (callback) reference = PyWeakref_NewRef(module, callback);
+    if (capsule)
+        callback = PyCFunction_New(&module_end_def, capsule);
+    if (callback)
+        reference = PyWeakref_NewRef(module, callback);
     Py_XDECREF(capsule);
     Py_XDECREF(callback);
     return reference;
@@ -47,7 +50,8 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
 }
 
 int unit_clear(struct unit *unit) {
-    if (unit->anchor_hook) hook_disarm(unit->anchor_hook);
+    if (unit->anchor_hook)
+        hook_disarm(unit->anchor_hook);
     Py_CLEAR(unit->anchor_hook);
     Py_CLEAR(unit->anchor_node);
     Py_CLEAR(unit->anchor);
@@ -90,7 +94,8 @@ int unit_set_training_state(struct unit *unit, enum training_state state) {
 /* A cold path: containers and casts are walked by fsdp_c.tree. */
 static PyObject *call_tree(const char *name, PyObject *a, PyObject *b, PyObject *c, PyObject *d) {
     static PyObject *tree; /* owned for ever */
-    if (!tree && !(tree = PyImport_ImportModule("fsdp_c.tree"))) return NULL;
+    if (!tree && !(tree = PyImport_ImportModule("fsdp_c.tree")))
+        return NULL;
     PyObject *function = PyObject_GetAttrString(tree, name);
     PyObject *result = function ? PyObject_CallFunctionObjArgs(function, a, b, c, d, NULL) : NULL;
     Py_XDECREF(function);
@@ -100,16 +105,20 @@ static PyObject *call_tree(const char *name, PyObject *a, PyObject *b, PyObject 
 /* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype must. */
 static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, bool cast) {
     struct tensor_view view;
-    if (value == Py_None || PyBool_Check(value) || PyLong_Check(value) || PyFloat_Check(value) || PyUnicode_Check(value))
+    if (value == Py_None || PyBool_Check(value) || PyLong_Check(value) || PyFloat_Check(value) ||
+        PyUnicode_Check(value))
         return true;
-    if (!torch_is_tensor(value)) return false;
+    if (!torch_is_tensor(value))
+        return false;
     if (tensor_view_of(value, &view) < 0) {
         PyErr_Clear();
         return false;
     }
-    if (move && unit->handle && view.device != unit->handle->full.view.device && view.device != unit->handle->local_view.device)
+    if (move && unit->handle && view.device != unit->handle->full.view.device &&
+        view.device != unit->handle->local_view.device)
         return false;
-    if (!cast) return true;
+    if (!cast)
+        return true;
     PyObject *dtype = PyObject_GetAttr(value, torch_names.dtype);
     bool ready = dtype == unit->param_dtype || view.dtype == DTYPE_OTHER;
     Py_XDECREF(dtype);
@@ -120,9 +129,11 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
     Py_ssize_t position = 0;
     PyObject *key, *value;
     for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++)
-        if (!input_is_ready(unit, PyTuple_GetItem(args, i), move, cast)) return false;
+        if (!input_is_ready(unit, PyTuple_GetItem(args, i), move, cast))
+            return false;
     while (PyDict_Next(kwargs, &position, &key, &value))
-        if (!input_is_ready(unit, value, move, cast)) return false;
+        if (!input_is_ready(unit, value, move, cast))
+            return false;
     return true;
 }
 
@@ -130,10 +141,12 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
     bool move = unit->is_root && unit->handle;
     bool cast = unit->param_dtype && (unit->is_root ? unit->cast_root_forward_inputs : unit->cast_forward_inputs);
-    if ((!move && !cast) || inputs_are_ready(unit, *args, *kwargs, move, cast)) return 0;
+    if ((!move && !cast) || inputs_are_ready(unit, *args, *kwargs, move, cast))
+        return 0;
     PyObject *converted = call_tree("convert_inputs", *args, *kwargs, move ? unit->handle->device : Py_None,
                                     cast ? unit->param_dtype : Py_None);
-    if (!converted) return -1;
+    if (!converted)
+        return -1;
     PyObject *new_args, *new_kwargs;
     int parsed = PyArg_ParseTuple(converted, "OO", &new_args, &new_kwargs);
     if (parsed) {
@@ -148,29 +161,36 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
 
 /* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in place (D-030). */
 static bool recomputing(const struct unit *unit) {
-    if (unit->handle) return unit->handle->training_state == USE_BACKWARD_PRE;
+    if (unit->handle)
+        return unit->handle->training_state == USE_BACKWARD_PRE;
     return unit->ran_pre_backward && unit->runtime->callback_queued;
 }
 
 /* 1 when any parameter of the unit requires grad. */
 static int is_trainable(const struct handle *handle) {
-    if (!handle->use_orig_params) return torch_requires_grad(handle->flat_param);
+    if (!handle->use_orig_params)
+        return torch_requires_grad(handle->flat_param);
     for (int64_t i = 0; i < handle->num_params; i++) {
         int requires_grad = torch_requires_grad(PyList_GetItem(handle->params, i));
-        if (requires_grad) return requires_grad;
+        if (requires_grad)
+            return requires_grad;
     }
     return 0;
 }
 
-static int reshard_only(void *target) { return unit_reshard_only(target); }
+static int reshard_only(void *target) {
+    return unit_reshard_only(target);
+}
 
 /* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
 static int watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
-    if (unit->reshard_hook || !torch_grad_enabled()) return 0;
+    if (unit->reshard_hook || !torch_grad_enabled())
+        return 0;
     PyObject *hook = hook_new(reshard_only, unit, unit->object);
     PyObject *removable = hook ? call_tree("hook_inputs", args, kwargs, hook, NULL) : NULL;
     Py_XDECREF(hook);
-    if (!removable) return -1;
+    if (!removable)
+        return -1;
     if (removable == Py_None) {
         Py_DECREF(removable);
         return 0;
@@ -182,31 +202,41 @@ static int watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
 static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     struct handle *handle = unit->handle;
     int trainable = is_trainable(handle);
-    if (trainable < 0 || (trainable ? unit_attach_views(unit) : unit_detach_views(unit)) < 0) return -1;
-    if (handle_show_views(handle, handle->views) < 0) return -1;
+    if (trainable < 0 || (trainable ? unit_attach_views(unit) : unit_detach_views(unit)) < 0)
+        return -1;
+    if (handle_show_views(handle, handle->views) < 0)
+        return -1;
     return trainable ? 0 : watch_inputs(unit, args, kwargs);
 }
 
 static int unshard_for_forward(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (handle_set_training_state(handle, USE_FORWARD) < 0) return -1;
+    if (handle_set_training_state(handle, USE_FORWARD) < 0)
+        return -1;
     order_record_pre_forward(unit);
-    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0) return -1;
+    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
+        return -1;
     unit->prefetched = false;
     return order_prefetch_forward(unit);
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    if (unit->is_root && runtime_root_pre_forward(unit->runtime) < 0) return -1;
-    if (unit_set_training_state(unit, USE_FORWARD) < 0) return -1;
-    if (unit->handle && unshard_for_forward(unit) < 0) return -1;
-    if (convert_inputs(unit, args, kwargs) < 0) return -1;
+    if (unit->is_root && runtime_root_pre_forward(unit->runtime) < 0)
+        return -1;
+    if (unit_set_training_state(unit, USE_FORWARD) < 0)
+        return -1;
+    if (unit->handle && unshard_for_forward(unit) < 0)
+        return -1;
+    if (convert_inputs(unit, args, kwargs) < 0)
+        return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
 
 /* ---- post-forward ---- */
 
-static int pre_backward(void *target) { return unit_pre_backward(target); }
+static int pre_backward(void *target) {
+    return unit_pre_backward(target);
+}
 
 /* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
 static int hook_first(PyObject *tensor, PyObject *hook) {
@@ -215,12 +245,15 @@ static int hook_first(PyObject *tensor, PyObject *hook) {
         PyObject *collections = PyImport_ImportModule("collections");
         ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
         Py_XDECREF(collections);
-        if (!ordered_dict || !(key = PyLong_FromLong(-1))) return -1;
+        if (!ordered_dict || !(key = PyLong_FromLong(-1)))
+            return -1;
     }
     PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL, *done = NULL;
     int result = hooks ? PyObject_SetItem(hooks, key, hook) : -1;
-    if (!result) result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
-    if (!result) result = (grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn)) ? 0 : -1;
+    if (!result)
+        result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
+    if (!result)
+        result = (grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn)) ? 0 : -1;
     if (!result && grad_fn != Py_None) {
         done = PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL);
         result = done ? 0 : -1;
@@ -233,7 +266,8 @@ static int hook_first(PyObject *tensor, PyObject *hook) {
 
 static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     int requires_grad = torch_requires_grad(tensor);
-    if (requires_grad <= 0) return requires_grad;
+    if (requires_grad <= 0)
+        return requires_grad;
     PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks), *handle = NULL;
     int result = hooks ? 0 : -1;
     if (hooks == Py_None) {
@@ -255,7 +289,8 @@ static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
         PyObject *item = PySequence_GetItem(sequence, i);
         int result = item ? hook_outputs(item, hook, hooked) : -1;
         Py_XDECREF(item);
-        if (result < 0) return -1;
+        if (result < 0)
+            return -1;
     }
     return 0;
 }
@@ -264,17 +299,22 @@ static int hook_dict(PyObject *dict, PyObject *hook, int64_t *hooked) {
     Py_ssize_t position = 0;
     PyObject *key, *value;
     while (PyDict_Next(dict, &position, &key, &value))
-        if (hook_outputs(value, hook, hooked) < 0) return -1;
+        if (hook_outputs(value, hook, hooked) < 0)
+            return -1;
     return 0;
 }
 
 /* Hook every tensor in `output` that requires grad; the output itself is returned to the user as it is. */
 static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
-    if (torch_is_tensor(output)) return hook_tensor(output, hook, hooked);
-    if (output == Py_None || PyBool_Check(output) || PyLong_Check(output) || PyFloat_Check(output) || PyUnicode_Check(output))
+    if (torch_is_tensor(output))
+        return hook_tensor(output, hook, hooked);
+    if (output == Py_None || PyBool_Check(output) || PyLong_Check(output) || PyFloat_Check(output) ||
+        PyUnicode_Check(output))
         return 0;
-    if (PyTuple_Check(output) || PyList_Check(output)) return hook_sequence(output, hook, hooked);
-    if (PyDict_CheckExact(output)) return hook_dict(output, hook, hooked);
+    if (PyTuple_Check(output) || PyList_Check(output))
+        return hook_sequence(output, hook, hooked);
+    if (PyDict_CheckExact(output))
+        return hook_dict(output, hook, hooked);
     PyObject *tensors = call_tree("tensors_of", output, NULL, NULL, NULL);
     int result = tensors ? hook_sequence(tensors, hook, hooked) : -1;
     Py_XDECREF(tensors);
@@ -286,7 +326,8 @@ static int expect_backward(struct unit *unit, PyObject *output, bool *expected) 
     int64_t hooked = 0;
     *expected = false;
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    if (!torch_grad_enabled()) return 0;
+    if (!torch_grad_enabled())
+        return 0;
     PyObject *hook = hook_new(pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(output, hook, &hooked) : -1;
     Py_XDECREF(hook);
@@ -300,16 +341,20 @@ static int reshard_after_forward(struct unit *unit, bool expected) {
     struct handle *handle = unit->handle;
     bool keeps = handle->sharded && !handle_reshards_after_forward(handle);
     bool free_storage = !handle->sharded || !expected || (!unit->is_root && !keeps);
-    if (order_record_post_forward(unit) < 0 || handle_reshard(handle, free_storage) < 0) return -1;
+    if (order_record_post_forward(unit) < 0 || handle_reshard(handle, free_storage) < 0)
+        return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
-    if (!views_stay && handle_show_sharded(handle) < 0) return -1;
+    if (!views_stay && handle_show_sharded(handle) < 0)
+        return -1;
     return handle_set_training_state(handle, USE_IDLE);
 }
 
 static int post_forward(struct unit *unit, PyObject *output) {
     bool expected;
-    if (expect_backward(unit, output, &expected) < 0) return -1;
-    if (unit->handle && reshard_after_forward(unit, expected) < 0) return -1;
+    if (expect_backward(unit, output, &expected) < 0)
+        return -1;
+    if (unit->handle && reshard_after_forward(unit, expected) < 0)
+        return -1;
     return unit_set_training_state(unit, USE_IDLE);
 }
 
@@ -331,24 +376,31 @@ static void abandon_forward(struct unit *unit) {
 }
 
 static int ensure_lazy_init(struct unit *unit) {
-    if (unit->runtime) return 0;
+    if (unit->runtime)
+        return 0;
     PyObject *module = PyWeakref_GetObject(unit->module_ref); /* borrowed: it is in its own forward */
     PyObject *done = module ? PyObject_CallMethod(module, "_lazy_init", NULL) : NULL;
     Py_XDECREF(done);
-    if (!done || unit->runtime) return done ? 0 : -1;
+    if (!done || unit->runtime)
+        return done ? 0 : -1;
     PyErr_Format(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
     return -1;
 }
 
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
-    if (ensure_lazy_init(unit) < 0) return NULL;
-    if (recomputing(unit)) return PyObject_Call(wrapped, args, kwargs);
+    if (ensure_lazy_init(unit) < 0)
+        return NULL;
+    if (recomputing(unit))
+        return PyObject_Call(wrapped, args, kwargs);
     Py_INCREF(args);
     Py_INCREF(kwargs);
-    if (pre_forward(unit, &args, &kwargs) == 0) output = PyObject_Call(wrapped, args, kwargs);
-    if (output && post_forward(unit, output) < 0) Py_CLEAR(output);
-    if (!output) abandon_forward(unit);
+    if (pre_forward(unit, &args, &kwargs) == 0)
+        output = PyObject_Call(wrapped, args, kwargs);
+    if (output && post_forward(unit, output) < 0)
+        Py_CLEAR(output);
+    if (!output)
+        abandon_forward(unit);
     Py_DECREF(args);
     Py_DECREF(kwargs);
     return output;

@@ -9,31 +9,40 @@ static int64_t live_nbytes, peak_nbytes;
 static PyObject *zero; /* owned for ever: the size of a freed storage */
 
 static void count(const struct buffer *buffer, int64_t change) {
-    if (!buffer->counted) return;
+    if (!buffer->counted)
+        return;
     live_nbytes += change;
-    if (live_nbytes > peak_nbytes) peak_nbytes = live_nbytes;
+    if (live_nbytes > peak_nbytes)
+        peak_nbytes = live_nbytes;
 }
 
-int64_t buffer_live_nbytes(void) { return live_nbytes; }
+int64_t buffer_live_nbytes(void) {
+    return live_nbytes;
+}
 
 int64_t buffer_peak_nbytes(bool reset) {
     int64_t peak = peak_nbytes;
-    if (reset) peak_nbytes = live_nbytes;
+    if (reset)
+        peak_nbytes = live_nbytes;
     return peak;
 }
 
 int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject *device, bool counted) {
     PyObject *storage = NULL;
-    if (!zero && !(zero = PyLong_FromLong(0))) return -1;
+    if (!zero && !(zero = PyLong_FromLong(0)))
+        return -1;
     memset(buffer, 0, sizeof *buffer);
     buffer->counted = counted;
     buffer->tensor = torch_empty(numel, dtype, device);
-    if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0) goto fail;
+    if (!buffer->tensor || tensor_view_of(buffer->tensor, &buffer->view) < 0)
+        goto fail;
     storage = PyObject_CallMethod(buffer->tensor, "untyped_storage", NULL);
-    if (!storage || !(buffer->resize = PyObject_GetAttrString(storage, "resize_"))) goto fail;
+    if (!storage || !(buffer->resize = PyObject_GetAttrString(storage, "resize_")))
+        goto fail;
     buffer->numel = numel;
     buffer->nbytes = numel * dtype_nbytes(buffer->view.dtype);
-    if (!(buffer->full_nbytes = PyLong_FromLongLong(buffer->nbytes))) goto fail;
+    if (!(buffer->full_nbytes = PyLong_FromLongLong(buffer->nbytes)))
+        goto fail;
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
     Py_DECREF(storage);
@@ -45,7 +54,8 @@ fail:
 }
 
 void buffer_fini(struct buffer *buffer) {
-    if (buffer->allocated) count(buffer, -buffer->nbytes);
+    if (buffer->allocated)
+        count(buffer, -buffer->nbytes);
     Py_CLEAR(buffer->tensor);
     Py_CLEAR(buffer->resize);
     Py_CLEAR(buffer->full_nbytes);
@@ -59,16 +69,20 @@ static int resize(struct buffer *buffer, PyObject *nbytes) {
 }
 
 int buffer_alloc(struct buffer *buffer) {
-    if (buffer->allocated) return 0;
-    if (resize(buffer, buffer->full_nbytes) < 0 || tensor_view_of(buffer->tensor, &buffer->view) < 0) return -1;
+    if (buffer->allocated)
+        return 0;
+    if (resize(buffer, buffer->full_nbytes) < 0 || tensor_view_of(buffer->tensor, &buffer->view) < 0)
+        return -1;
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
     return 0;
 }
 
 int buffer_free(struct buffer *buffer) {
-    if (!buffer->allocated) return 0;
-    if (resize(buffer, zero) < 0) return -1;
+    if (!buffer->allocated)
+        return 0;
+    if (resize(buffer, zero) < 0)
+        return -1;
     buffer->view.data = NULL;
     buffer->allocated = false;
     count(buffer, -buffer->nbytes);

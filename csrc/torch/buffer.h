@@ -13,9 +13,9 @@
 #include "kernels/kernels.h"
 
 struct buffer {
-    PyObject *tensor;      /* owned; 1-D; NULL before buffer_init */
-    PyObject *resize;      /* owned; the storage's bound resize_ */
-    PyObject *full_nbytes; /* owned; int */
+    PyObject *tensor;        /* owned; 1-D; NULL before buffer_init */
+    PyObject *resize;        /* owned; the storage's bound resize_ */
+    PyObject *full_nbytes;   /* owned; int */
     struct tensor_view view; /* borrowed from tensor; data is NULL while freed */
     int64_t numel;
     int64_t nbytes;

@@ -5,8 +5,9 @@
 struct torch_names torch_names;
 
 static int intern_attributes(void) {
-#define TORCH_NAME_INTERN(name)                                                                                            \
-    if (!(torch_names.name = PyUnicode_InternFromString(#name))) return -1;
+#define TORCH_NAME_INTERN(name)                                                                                        \
+    if (!(torch_names.name = PyUnicode_InternFromString(#name)))                                                       \
+        return -1;
     TORCH_ATTRIBUTES(TORCH_NAME_INTERN)
 #undef TORCH_NAME_INTERN
     return 0;
@@ -30,14 +31,19 @@ static int find_queue_callback(void) {
 }
 
 int torch_names_init(void) {
-    if (torch_names.queue_callback) return 0;
+    if (torch_names.queue_callback)
+        return 0;
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *nn = PyImport_ImportModule("torch.nn");
     int result = -1;
-    if (!torch || !nn || intern_attributes() < 0) goto done;
-    if (find(torch, "Tensor", &torch_names.tensor_type) < 0 || find(nn, "Parameter", &torch_names.parameter_type) < 0) goto done;
-    if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0) goto done;
-    if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0) goto done;
+    if (!torch || !nn || intern_attributes() < 0)
+        goto done;
+    if (find(torch, "Tensor", &torch_names.tensor_type) < 0 || find(nn, "Parameter", &torch_names.parameter_type) < 0)
+        goto done;
+    if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0)
+        goto done;
+    if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0)
+        goto done;
     result = find_queue_callback();
 done:
     Py_XDECREF(torch);
@@ -54,19 +60,30 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
     return tensor;
 }
 
-PyObject *torch_empty_like(PyObject *tensor) { return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL); }
+PyObject *torch_empty_like(PyObject *tensor) {
+    return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
+}
 
-int torch_set_data(PyObject *tensor, PyObject *data) { return PyObject_SetAttr(tensor, torch_names.data, data); }
+int torch_set_data(PyObject *tensor, PyObject *data) {
+    return PyObject_SetAttr(tensor, torch_names.data, data);
+}
 
-int torch_set_grad(PyObject *tensor, PyObject *grad) { return PyObject_SetAttr(tensor, torch_names.grad, grad); }
+int torch_set_grad(PyObject *tensor, PyObject *grad) {
+    return PyObject_SetAttr(tensor, torch_names.grad, grad);
+}
 
-PyObject *torch_get_grad(PyObject *tensor) { return PyObject_GetAttr(tensor, torch_names.grad); }
+PyObject *torch_get_grad(PyObject *tensor) {
+    return PyObject_GetAttr(tensor, torch_names.grad);
+}
 
-PyObject *torch_data(PyObject *tensor) { return PyObject_GetAttr(tensor, torch_names.data); }
+PyObject *torch_data(PyObject *tensor) {
+    return PyObject_GetAttr(tensor, torch_names.data);
+}
 
 int torch_requires_grad(PyObject *tensor) {
     PyObject *value = PyObject_GetAttr(tensor, torch_names.requires_grad);
-    if (!value) return -1;
+    if (!value)
+        return -1;
     int result = value == Py_True;
     Py_DECREF(value);
     return result;
@@ -74,12 +91,14 @@ int torch_requires_grad(PyObject *tensor) {
 
 bool torch_is_tensor(PyObject *object) {
     PyTypeObject *type = Py_TYPE(object);
-    return (PyObject *)type == torch_names.tensor_type || PyType_IsSubtype(type, (PyTypeObject *)torch_names.tensor_type);
+    return (PyObject *)type == torch_names.tensor_type ||
+           PyType_IsSubtype(type, (PyTypeObject *)torch_names.tensor_type);
 }
 
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides) {
     PyObject *data = torch_data(flat), *view = NULL, *result = NULL;
-    if (!data) return NULL;
+    if (!data)
+        return NULL;
     if (strides == Py_None) {
         PyObject *part = PyObject_CallMethod(data, "narrow", "iLL", 0, (long long)offset, (long long)numel);
         view = part ? PyObject_CallMethod(part, "view", "(O)", shape) : NULL;
@@ -87,12 +106,17 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
     } else {
         view = PyObject_CallMethod(data, "as_strided", "OOL", shape, strides, (long long)offset);
     }
-    if (view) result = torch_data(view);
+    if (view)
+        result = torch_data(view);
     Py_DECREF(data);
     Py_XDECREF(view);
     return result;
 }
 
-bool torch_grad_enabled(void) { return torch_abi.aoti_torch_grad_mode_is_enabled(); }
+bool torch_grad_enabled(void) {
+    return torch_abi.aoti_torch_grad_mode_is_enabled();
+}
 
-void torch_set_grad_enabled(bool enabled) { torch_abi.aoti_torch_grad_mode_set_enabled(enabled); }
+void torch_set_grad_enabled(bool enabled) {
+    torch_abi.aoti_torch_grad_mode_set_enabled(enabled);
+}

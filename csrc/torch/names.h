@@ -11,34 +11,34 @@
 #include "torch/ref.h"
 
 /* attribute name -> field of the same name holding the interned string */
-#define TORCH_ATTRIBUTES(X)                                                                                                \
-    X(data)                                                                                                                \
-    X(grad)                                                                                                                \
-    X(requires_grad)                                                                                                       \
-    X(grad_fn)                                                                                                             \
-    X(grad_dtype)                                                                                                          \
-    X(dtype)                                                                                                               \
-    X(device)                                                                                                              \
-    X(wait)                                                                                                                \
-    X(unit)                                                                                                                \
-    X(materialize_grads)                                                                                                   \
-    X(non_differentiable)                                                                                                  \
-    X(_backward_hooks)                                                                                                     \
-    X(_register_hook_dict)                                                                                                 \
-    X(register_hook)                                                                                                       \
-    X(detach_)                                                                                                             \
+#define TORCH_ATTRIBUTES(X)                                                                                            \
+    X(data)                                                                                                            \
+    X(grad)                                                                                                            \
+    X(requires_grad)                                                                                                   \
+    X(grad_fn)                                                                                                         \
+    X(grad_dtype)                                                                                                      \
+    X(dtype)                                                                                                           \
+    X(device)                                                                                                          \
+    X(wait)                                                                                                            \
+    X(unit)                                                                                                            \
+    X(materialize_grads)                                                                                               \
+    X(non_differentiable)                                                                                              \
+    X(_backward_hooks)                                                                                                 \
+    X(_register_hook_dict)                                                                                             \
+    X(register_hook)                                                                                                   \
+    X(detach_)                                                                                                         \
     X(training)
 
 struct torch_names {
 #define TORCH_NAME_FIELD(name) PyObject *name;
     TORCH_ATTRIBUTES(TORCH_NAME_FIELD)
 #undef TORCH_NAME_FIELD
-    PyObject *tensor_type;     /* torch.Tensor */
-    PyObject *parameter_type;  /* torch.nn.Parameter */
-    PyObject *empty;           /* torch.empty */
-    PyObject *empty_like;      /* torch.empty_like */
+    PyObject *tensor_type;    /* torch.Tensor */
+    PyObject *parameter_type; /* torch.nn.Parameter */
+    PyObject *empty;          /* torch.empty */
+    PyObject *empty_like;     /* torch.empty_like */
     PyObject *split_with_sizes;
-    PyObject *queue_callback;  /* of the autograd engine */
+    PyObject *queue_callback; /* of the autograd engine */
 };
 
 extern struct torch_names torch_names;
@@ -50,12 +50,12 @@ int torch_names_init(void);
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_empty_like(PyObject *tensor);
 
-int torch_set_data(PyObject *tensor, PyObject *data);      /* tensor.data = data */
-int torch_set_grad(PyObject *tensor, PyObject *grad);      /* tensor.grad = grad; Py_None clears */
-PyObject *torch_get_grad(PyObject *tensor);                /* new reference, Py_None when absent */
-int torch_requires_grad(PyObject *tensor);                 /* 1, 0, or -1 */
+int torch_set_data(PyObject *tensor, PyObject *data); /* tensor.data = data */
+int torch_set_grad(PyObject *tensor, PyObject *grad); /* tensor.grad = grad; Py_None clears */
+PyObject *torch_get_grad(PyObject *tensor);           /* new reference, Py_None when absent */
+int torch_requires_grad(PyObject *tensor);            /* 1, 0, or -1 */
 bool torch_is_tensor(PyObject *object);
-PyObject *torch_data(PyObject *tensor);                    /* tensor.data: own version counter, no history */
+PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no history */
 
 /* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of autograd. */
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides);

@@ -22,10 +22,12 @@ static bool find_symbol(void *library, const char *name, void *field) {
 }
 
 static int driver_init(void) {
-    if (driver.wait) return 0;
+    if (driver.wait)
+        return 0;
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     if (library && find_symbol(library, "cuEventCreate", &driver.create) &&
-        find_symbol(library, "cuEventDestroy_v2", &driver.destroy) && find_symbol(library, "cuEventRecord", &driver.record) &&
+        find_symbol(library, "cuEventDestroy_v2", &driver.destroy) &&
+        find_symbol(library, "cuEventRecord", &driver.record) &&
         find_symbol(library, "cuEventSynchronize", &driver.synchronize) &&
         find_symbol(library, "cuStreamWaitEvent", &driver.wait))
         return 0;
@@ -34,7 +36,8 @@ static int driver_init(void) {
 }
 
 static int driver_check(int code, const char *what) {
-    if (code == 0) return 0;
+    if (code == 0)
+        return 0;
     PyErr_Format(PyExc_RuntimeError, "%s failed with CUDA driver error %d", what, code);
     return -1;
 }
@@ -47,10 +50,13 @@ static int cuda_set(struct streams *streams, enum stream_role role) {
     return done ? 0 : -1;
 }
 
-static int cuda_leave(struct streams *streams) { return cuda_set(streams, STREAM_COMPUTE); }
+static int cuda_leave(struct streams *streams) {
+    return cuda_set(streams, STREAM_COMPUTE);
+}
 
 static int cuda_record(struct streams *streams, enum stream_role role, stream_event *event) {
-    if (!*event && driver_check(driver.create(event, CUDA_EVENT_DISABLE_TIMING), "cuEventCreate") < 0) return -1;
+    if (!*event && driver_check(driver.create(event, CUDA_EVENT_DISABLE_TIMING), "cuEventCreate") < 0)
+        return -1;
     return driver_check(driver.record(*event, streams->raw[role]), "cuEventRecord");
 }
 
@@ -61,10 +67,8 @@ static int cuda_wait(struct streams *streams, enum stream_role role, stream_even
 static int cuda_synchronize(struct streams *streams, stream_event event) {
     int code;
     (void)streams;
-    Py_BEGIN_ALLOW_THREADS
-    code = driver.synchronize(event);
-    Py_END_ALLOW_THREADS
-    return driver_check(code, "cuEventSynchronize");
+    Py_BEGIN_ALLOW_THREADS code = driver.synchronize(event);
+    Py_END_ALLOW_THREADS return driver_check(code, "cuEventSynchronize");
 }
 
 static void cuda_destroy(struct streams *streams, stream_event event) {
@@ -72,13 +76,14 @@ static void cuda_destroy(struct streams *streams, stream_event event) {
     driver.destroy(event);
 }
 
-static const struct stream_backend cuda_backend = {cuda_set,         cuda_leave,   cuda_record, cuda_wait,
-                                                   cuda_synchronize, cuda_destroy};
+static const struct stream_backend cuda_backend = {cuda_set,  cuda_leave,       cuda_record,
+                                                   cuda_wait, cuda_synchronize, cuda_destroy};
 
 static int adopt_stream(struct streams *streams, enum stream_role role, PyObject *stream) {
     PyObject *raw = stream ? PyObject_GetAttrString(stream, "cuda_stream") : NULL;
     streams->objects[role] = stream;
-    if (!raw) return -1;
+    if (!raw)
+        return -1;
     streams->raw[role] = PyLong_AsVoidPtr(raw);
     Py_DECREF(raw);
     return PyErr_Occurred() ? -1 : 0;
@@ -87,10 +92,12 @@ static int adopt_stream(struct streams *streams, enum stream_role role, PyObject
 static int cuda_init(struct streams *streams, PyObject *device) {
     PyObject *cuda = driver_init() < 0 ? NULL : PyImport_ImportModule("torch.cuda");
     int result = cuda ? 0 : -1;
-    if (!result) result = adopt_stream(streams, STREAM_COMPUTE, PyObject_CallMethod(cuda, "current_stream", "O", device));
+    if (!result)
+        result = adopt_stream(streams, STREAM_COMPUTE, PyObject_CallMethod(cuda, "current_stream", "O", device));
     for (int role = STREAM_UNSHARD; !result && role < STREAM_ROLES; role++)
         result = adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(cuda, "Stream", "O", device));
-    if (!result) result = (streams->set_stream = PyObject_GetAttrString(cuda, "set_stream")) ? 0 : -1;
+    if (!result)
+        result = (streams->set_stream = PyObject_GetAttrString(cuda, "set_stream")) ? 0 : -1;
     streams->backend = &cuda_backend;
     Py_XDECREF(cuda);
     return result;
@@ -101,16 +108,19 @@ static int cuda_init(struct streams *streams, PyObject *device) {
 int streams_init(struct streams *streams, PyObject *device) {
     memset(streams, 0, sizeof *streams);
     PyObject *type = PyObject_GetAttrString(device, "type");
-    if (!type) return -1;
+    if (!type)
+        return -1;
     bool is_cuda = PyUnicode_CompareWithASCIIString(type, "cuda") == 0;
     Py_DECREF(type);
-    if (!is_cuda || cuda_init(streams, device) == 0) return 0;
+    if (!is_cuda || cuda_init(streams, device) == 0)
+        return 0;
     streams_fini(streams);
     return -1;
 }
 
 void streams_fini(struct streams *streams) {
-    for (int role = 0; role < STREAM_ROLES; role++) Py_CLEAR(streams->objects[role]);
+    for (int role = 0; role < STREAM_ROLES; role++)
+        Py_CLEAR(streams->objects[role]);
     Py_CLEAR(streams->set_stream);
     memset(streams, 0, sizeof *streams);
 }
@@ -121,7 +131,9 @@ int stream_enter(struct streams *streams, enum stream_role role) {
     return streams->backend ? streams->backend->enter(streams, role) : 0;
 }
 
-int stream_leave(struct streams *streams) { return streams->backend ? streams->backend->leave(streams) : 0; }
+int stream_leave(struct streams *streams) {
+    return streams->backend ? streams->backend->leave(streams) : 0;
+}
 
 int stream_record(struct streams *streams, enum stream_role role, stream_event *event) {
     return streams->backend ? streams->backend->record(streams, role, event) : 0;
@@ -136,6 +148,7 @@ int stream_synchronize(struct streams *streams, stream_event event) {
 }
 
 void stream_event_destroy(struct streams *streams, stream_event *event) {
-    if (streams->backend && *event) streams->backend->destroy(streams, *event);
+    if (streams->backend && *event)
+        streams->backend->destroy(streams, *event);
     *event = NULL;
 }

@@ -24,7 +24,8 @@ struct streams;
 struct stream_backend {
     int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
     int (*leave)(struct streams *streams);                        /* back to the compute stream */
-    int (*record)(struct streams *streams, enum stream_role role, stream_event *event); /* reuses *event when not NULL */
+    int (*record)(struct streams *streams, enum stream_role role,
+                  stream_event *event); /* reuses *event when not NULL */
     int (*wait)(struct streams *streams, enum stream_role role, stream_event event);
     int (*synchronize)(struct streams *streams, stream_event event); /* the host waits */
     void (*destroy)(struct streams *streams, stream_event event);
@@ -41,7 +42,9 @@ struct streams {
 int streams_init(struct streams *streams, PyObject *device);
 void streams_fini(struct streams *streams);
 
-static inline bool streams_are_real(const struct streams *streams) { return streams->backend != NULL; }
+static inline bool streams_are_real(const struct streams *streams) {
+    return streams->backend != NULL;
+}
 
 /* Each is a no-op without a backend, and with a NULL event. */
 int stream_enter(struct streams *streams, enum stream_role role);
