@@ -2,6 +2,7 @@
 
 import os
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from fsdp_c.traversal import clean_name, is_composable, is_unit, modules_outside
 CPU = torch.device("cpu")
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> "name of the unit / its name in it"
+_units: WeakIdKeyDictionary = WeakIdKeyDictionary()  # wrapped module -> a weak reference to its unit
 
 
 # ---- modules that cannot be wrapped
@@ -385,3 +387,17 @@ def check_all_flattened(module: nn.Module, ignored_params: set[nn.Parameter], un
             raise RuntimeError(
                 f"found an unflattened parameter {clean_name(name)!r} of shape {tuple(param.shape)} in {unit}"
             )
+
+
+# ---- wrapped modules
+
+
+def claim_module(module: nn.Module, unit: nn.Module) -> None:
+    """Remember which unit wraps ``module``."""
+    _units[module] = weakref.ref(unit)
+
+
+def unit_around(module: nn.Module) -> nn.Module | None:
+    """The unit that wraps ``module`` directly, None without one."""
+    reference = _units.get(module)
+    return None if reference is None else reference()

@@ -182,6 +182,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         for inner in units_of(module):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
+        construction.claim_module(self.module, self)
         if handle is not None:
             self._fully_sharded_module_to_handle[module] = handle
         if not use_orig_params:

@@ -28,6 +28,13 @@ static int init_local_shard(struct handle *handle) {
     ref_set(&handle->local_shard, torch_data(handle->flat_param));
     if (!handle->local_shard || tensor_view_of(handle->local_shard, &handle->local_view) < 0)
         return -1;
+    if (handle->local_view.device != DEVICE_CPU) {
+        PyErr_Format(PyExc_NotImplementedError,
+                     "rank %lld, unit %S: its parameters are on %S, and this build has kernels for the CPU only. Pass "
+                     "device_id=torch.device(\"cpu\").",
+                     (long long)handle->layout.rank, handle->name, handle->device);
+        return -1;
+    }
     int64_t want = handle->layout.shard_numel, numel = tensor_view_numel(&handle->local_view);
     if (numel == want)
         return 0;

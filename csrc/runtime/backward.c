@@ -8,7 +8,7 @@ static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
+    if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     unit->needs_pre_backward_unshard = unit->prefetched = false;
     if (unit->backward_prefetch == PREFETCH_BACKWARD_PRE && order_prefetch_backward(unit) < 0)
@@ -39,7 +39,7 @@ int unit_pre_backward(struct unit *unit) {
 static int reshard_in_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool free_storage = !handle->sharded || unit->sync_gradients || handle_reshards_after_forward(handle);
-    return handle_reshard(handle, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+    return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
 static int prefetch_after_backward(struct unit *unit) {
@@ -53,7 +53,7 @@ static int reduce(struct unit *unit) {
     if (reshard_in_backward(unit) < 0 || prefetch_after_backward(unit) < 0)
         return -1;
     runtime->reducing = unit;
-    return handle_reduce_enqueue(unit->handle);
+    return schedule_reduce(unit);
 }
 
 static int keep_unsharded(struct unit *unit) {

@@ -35,7 +35,7 @@ int order_record_post_forward(struct unit *unit) {
 static int prefetch(struct unit *candidate) {
     if (candidate->prefetched || candidate->handle->param_state != PARAM_SHARDED)
         return 0;
-    if (handle_unshard_enqueue(candidate->handle) < 0)
+    if (schedule_unshard(candidate) < 0)
         return -1;
     candidate->prefetched = true;
     return 0;

@@ -18,6 +18,14 @@ static int bind_unit(struct runtime *runtime, struct unit *unit, bool is_root) {
     return 0;
 }
 
+/* The streams are those of the device where the first unit with parameters computes. */
+static int init_schedule(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle)
+            return schedule_init(&runtime->schedule, runtime->units[i]->handle->device);
+    return 0;
+}
+
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units) {
     size_t count = (size_t)PyTuple_Size(unit_objects);
     runtime->object = object;
@@ -35,13 +43,15 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
             return -1;
         runtime->units[runtime->num_units++] = units[i];
     }
-    return 0;
+    return init_schedule(runtime);
 }
 
 /* Units outlive their runtime when lazy init failed half-way: they are as before it. */
 static void unbind_units(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
+        stream_event_destroy(&runtime->schedule.streams, &unit->gathered);
+        stream_event_destroy(&runtime->schedule.streams, &unit->reduced);
         unit->runtime = NULL;
         unit->is_root = false;
         Py_CLEAR(unit->runtime_object);
@@ -51,6 +61,7 @@ static void unbind_units(struct runtime *runtime) {
 
 int runtime_clear(struct runtime *runtime) {
     unbind_units(runtime);
+    schedule_fini(&runtime->schedule);
     PyMem_Free(runtime->units);
     PyMem_Free(runtime->pre_order);
     PyMem_Free(runtime->post_order);
@@ -107,6 +118,8 @@ static int reset_after_failed_backward(struct runtime *runtime) {
 int runtime_root_pre_forward(struct runtime *runtime) {
     if (reset_after_failed_backward(runtime) < 0)
         return -1;
+    if (schedule_begin_step(&runtime->schedule) < 0)
+        return -1;
     return runtime_collect_user_grads(runtime);
 }
 
@@ -134,7 +147,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
 int runtime_finish_reduction(struct runtime *runtime) {
     struct unit *unit = runtime->reducing;
     runtime->reducing = NULL;
-    return unit ? handle_reduce_finish(unit->handle) : 0;
+    return unit ? schedule_finish_reduction(unit) : 0;
 }
 
 static int remove_reshard_hook(struct unit *unit) {
@@ -155,7 +168,7 @@ static int reset_flags(struct unit *unit) {
 static int finalise_handle(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool free_storage = !handle->sharded || unit->sync_gradients || handle_reshards_after_forward(handle);
-    if (handle_reshard(handle, free_storage) < 0 || handle_show_sharded(handle) < 0)
+    if (schedule_reshard(unit, free_storage) < 0 || handle_show_sharded(handle) < 0)
         return -1;
     if (handle->gradients.in_backward && handle_hand_over(handle) < 0)
         return -1;
@@ -207,7 +220,7 @@ int runtime_reset(struct runtime *runtime) {
         if (handle) {
             handle_drop_gradients(handle);
             handle_force_idle(handle);
-            if (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0)
+            if (schedule_reshard(unit, true) < 0 || handle_show_sharded(handle) < 0)
                 return -1;
         }
         if (reset_flags(unit) < 0)

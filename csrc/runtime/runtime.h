@@ -16,6 +16,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
+#include "runtime/schedule.h"
 
 enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD_POST }; /* torch's values */
 
@@ -52,6 +53,7 @@ struct unit {
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     int64_t pre_forward_index, post_forward_index; /* place in the runtime's orders, -1 when not recorded */
     bool ran_pre_backward, needs_pre_backward_unshard, prefetched;
+    stream_event gathered, reduced; /* owned; ends of this unit's last all-gather and reduction */
 };
 
 struct unit_spec {
@@ -91,6 +93,7 @@ struct runtime {
     int64_t capacity; /* of post_order: a unit can be recorded again */
     int64_t iteration;
     bool callback_queued;
+    struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
 

@@ -214,7 +214,7 @@ static int unshard_for_forward(struct unit *unit) {
     if (handle_set_training_state(handle, USE_FORWARD) < 0)
         return -1;
     order_record_pre_forward(unit);
-    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
+    if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     unit->prefetched = false;
     return order_prefetch_forward(unit);
@@ -341,7 +341,7 @@ static int reshard_after_forward(struct unit *unit, bool expected) {
     struct handle *handle = unit->handle;
     bool keeps = handle->sharded && !handle_reshards_after_forward(handle);
     bool free_storage = !handle->sharded || !expected || (!unit->is_root && !keeps);
-    if (order_record_post_forward(unit) < 0 || handle_reshard(handle, free_storage) < 0)
+    if (order_record_post_forward(unit) < 0 || schedule_reshard(unit, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
     if (!views_stay && handle_show_sharded(handle) < 0)
@@ -367,7 +367,7 @@ static void abandon_forward(struct unit *unit) {
     unit_set_training_state(unit, USE_IDLE);
     unit->prefetched = false;
     if (unit->handle) {
-        handle_reshard(unit->handle, true);
+        schedule_reshard(unit, true);
         handle_show_sharded(unit->handle);
         handle_force_idle(unit->handle);
     }

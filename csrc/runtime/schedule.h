@@ -1,0 +1,39 @@
+/* Which stream does what, and in which order. On the CPU there are no streams, and only the handle's verbs remain.
+ *
+ *   UNSHARD        ..|wait freed| all-gather |gathered|............
+ *   COMPUTE        ................|wait gathered| forward |freed|..|pack|packed|......|wait reduced| release the input
+ *   POST_BACKWARD  ..................................................|wait packed| reduce, post-divide |reduced|
+ *
+ * Buffers are freed and taken again by the host at once, so the order on the device is kept by events alone: a gather waits
+ * for the computation that used the storage freed last; a reduction's input is released when the compute stream waits for it. */
+#ifndef FSDP_RUNTIME_SCHEDULE_H
+#define FSDP_RUNTIME_SCHEDULE_H
+
+#include "torch/stream.h"
+
+enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
+
+/* One root's streams and the points that others wait for. */
+struct schedule {
+    struct streams streams;
+    stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
+    stream_event freed;      /* owned; the last use of the storage freed last */
+    stream_event packed;     /* owned */
+    stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */
+    int limiter_first, limiter_count;
+};
+
+struct unit;
+struct runtime;
+
+int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
+void schedule_fini(struct schedule *schedule);
+
+int schedule_begin_step(struct schedule *schedule); /* a gather of this step sees what the script did before it */
+int schedule_unshard(struct unit *unit);            /* enqueue the all-gather, after the limiter */
+int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it */
+int schedule_reshard(struct unit *unit, bool free_storage);
+int schedule_reduce(struct unit *unit); /* of what was packed */
+int schedule_finish_reduction(struct unit *unit);
+
+#endif

@@ -1,0 +1,137 @@
+"""Loss scaling for sharded gradients: every rank skips the step that one rank's gradients overflow in."""
+
+from __future__ import annotations
+
+from collections import abc, defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
+
+__all__ = ["ShardedGradScaler"]
+
+_DEVICE_TYPES = ("cuda", "cpu", "xla", "hpu", "mtia", "xpu")
+
+
+class ShardedGradScaler(GradScaler):
+    """A ``torch.amp.GradScaler`` whose finding of inf or NaN is that of all ranks of ``process_group``.
+
+    Used as its base is: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients may be fp16, and may be
+    on the CPU. ``unscale_`` and, where that was not called, ``step`` are collective: a rank whose shard holds no
+    gradient takes part. That holds for fused optimizers as well, which look at the finding in their own kernel.
+
+    Args:
+        device: the type of the device that computes; with "cuda" and none at hand the scaler disables itself.
+        process_group: the ranks that step together, by default all of them.
+        enabled: if False, ``step`` calls the optimizer and everything else is a no-op without communication.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = dist.group.WORLD,
+    ) -> None:
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        if self._enabled:
+            self.process_group = process_group
+
+    # ---- scaling
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or all tensors in nested lists, tuples and iterables, by the scale.
+
+        Each tensor keeps its dtype, lists and tuples their type. Raises ValueError for anything else, AssertionError
+        for a tensor on a device that is not supported.
+        """
+        if not self._enabled:
+            return outputs
+        if isinstance(outputs, Tensor):
+            return self._scaled(outputs)
+        if not isinstance(outputs, abc.Iterable) or isinstance(outputs, (str, bytes)):
+            raise ValueError(f"outputs must be a Tensor or an iterable of Tensors, but got {type(outputs).__name__}")
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        supported = (*_DEVICE_TYPES, torch._C._get_privateuse1_backend_name())
+        if output.device.type not in supported:
+            raise AssertionError(f"Expected a supported device ({', '.join(supported)}), got {output.device}")
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(output.device)  # type: ignore[no-untyped-call]
+        return (output * self._scale.to(output.device, non_blocking=True)).to(output.dtype)  # type: ignore[union-attr]
+
+    # ---- looking for inf and NaN
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True
+    ) -> dict[torch.device, Tensor]:
+        """Unscale the gradients of this rank; returns per device whether any rank found one that is not finite.
+
+        Every look at gradients in the base class comes through here, so that none misses the other ranks. One
+        reduction whatever devices a rank's gradients are on: the ranks need not have the same.
+        """
+        for param in _params(optimizer):
+            if param.grad is not None and param.grad.is_sparse and param.grad.dtype is torch.float16:
+                # duplicates are added in fp32: in fp16 the sum of scaled values overflows easily
+                param.grad = param.grad.to(torch.float32).coalesce().to(torch.float16)
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        found = found or {found_inf.device: found_inf.clone()}
+        total = torch.stack([one.to(self._device) for one in found.values()]).sum()
+        dist.all_reduce(total, group=self.process_group)
+        for one in found.values():
+            one.copy_(total)
+        return found
+
+    # ---- the next scale
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Lower the scale after a skipped step, raise it after ``growth_interval`` good ones, or set ``new_scale``.
+
+        Raises AssertionError when no gradients were looked at since the last update, or for a ``new_scale`` that is not
+        one element without gradient on the scaler's device.
+        """
+        if not self._enabled:
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None or scale.device.type != "cpu":
+            super().update(new_scale)
+            return
+        findings = [
+            found for state in self._per_optimizer_states.values() for found in state["found_inf_per_device"].values()
+        ]
+        if not findings:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._update_on_cpu(scale, growth_tracker, any(found.item() for found in findings))
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _update_on_cpu(self, scale: Tensor, growth_tracker: Tensor, overflowed: bool) -> None:
+        """In fp32 as torch's FSDP1 does it here; torch's own CPU kernel multiplies in fp64 and rounds otherwise."""
+        if overflowed:
+            scale *= self._backoff_factor
+            growth_tracker.zero_()
+            return
+        growth_tracker += 1
+        if growth_tracker.item() == self._growth_interval:
+            growth_tracker.zero_()
+            grown = scale * self._growth_factor
+            if grown.isfinite():
+                scale.copy_(grown)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])

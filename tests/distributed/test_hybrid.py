@@ -1,0 +1,213 @@
+"""HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the pairs.
+
+Bitwise equality with torch's FSDP1 (D-082 to D-084, D-091, E-020), however the groups are given (A-035, A-047); and parity
+row 1 (E-022), where upstream's replicas drift apart.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
+from tests.parity.scenarios import accumulate_step, no_sync_after_sync_step, no_sync_step, plain_step
+from tests.ranks import on_ranks
+
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+PER_BLOCK = ModuleWrapPolicy({Block})
+STEPS: dict[str, Callable[[Run], None]] = {
+    "plain": plain_step,
+    "accumulate": accumulate_step,
+    "no_sync": no_sync_step,
+    "no_sync_after_sync": no_sync_after_sync_step,
+}
+
+
+@functools.cache
+def mesh(replicas: int, shards: int) -> DeviceMesh:
+    """The mesh of this process; made once, since groups stay for the life of the ranks."""
+    return DeviceMesh(
+        "cpu", torch.arange(replicas * shards).view(replicas, shards), mesh_dim_names=("replicate", "shard")
+    )
+
+
+def groups(replicas: int, shards: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The (shard, replicate) pair of this rank."""
+    return mesh(replicas, shards).get_group(1), mesh(replicas, shards).get_group(0)
+
+
+def hybrid(**changes: Any) -> Callable[[Run], nn.Module]:
+    """A Net with one unit per block over a (shard, replicate) pair of two and two ranks."""
+    return lambda run: run.wrap(Net(), **({"auto_wrap_policy": PER_BLOCK, "process_group": groups(2, 2)} | changes))
+
+
+# ------------------------------------------------------------------ equal to torch
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32", "reduce_bf16", "bf16", "keep_low"])
+@pytest.mark.parametrize("strategy", HYBRID)
+@on_ranks(4)
+def test_hybrid_training_equals_torch(rank: int, world_size: int, strategy: str, precision: str, step: str) -> None:
+    use_orig_params = precision in ("fp32", "bf16")
+    point = Point(step, strategy, use_orig_params=use_orig_params, precision=precision)
+    compare(point, Scenario(hybrid(), STEPS[step]), rank, world_size)
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@on_ranks(4)
+def test_hybrid_training_on_a_mesh_equals_torch(rank: int, world_size: int, strategy: str) -> None:
+    build = hybrid(process_group=None, device_mesh=mesh(2, 2))
+    compare(Point("mesh", strategy), Scenario(build, plain_step), rank, world_size)
+
+
+@on_ranks(4)
+def test_groups_by_node_equal_the_explicit_pair(rank: int, world_size: int) -> None:
+    """On the CPU the ranks of a node are LOCAL_WORLD_SIZE; torch takes the CPU for one device per node."""
+    point = Point("by_node", "HYBRID_SHARD")
+    expected = record_run(point, Scenario(hybrid(), plain_step), "torch", rank, world_size)
+    with mock.patch.dict("os.environ", LOCAL_WORLD_SIZE="2"):
+        actual = record_run(point, Scenario(hybrid(process_group=None), plain_step), "fsdp_c", rank, world_size)
+    assert_same_record(point, expected, actual)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+@on_ranks(4)
+def test_a_replicate_group_of_one_and_one_of_all_equal_torch(rank: int, world_size: int, replicas: int) -> None:
+    """(1, 4) is plain sharding in torch's terms too; (4, 1) is DDP, which torch's NO_SHARD stands for."""
+    point = Point("degenerate", "HYBRID_SHARD", use_orig_params=False)
+    build = hybrid(process_group=groups(replicas, world_size // replicas))
+    if replicas == 1:
+        compare(point, Scenario(build, plain_step), rank, world_size)
+        return
+    plain = replace(point, strategy="NO_SHARD")
+    expected = record_run(plain, Scenario(hybrid(process_group=None), plain_step), "torch", rank, world_size)
+    actual = record_run(point, Scenario(build, plain_step), "fsdp_c", rank, world_size)
+    assert_same_record(point, expected, actual)
+
+
+def mixed_by_policy(run: Run) -> nn.Module:
+    """Both hybrid strategies in one tree, as a policy gives them."""
+
+    def choose(module: nn.Module) -> bool | dict[str, Any]:
+        if isinstance(module, Block):
+            return {"sharding_strategy": ShardingStrategy._HYBRID_SHARD_ZERO2}
+        return isinstance(module, nn.LayerNorm)
+
+    return run.wrap(Net(), auto_wrap_policy=CustomPolicy(choose), process_group=groups(2, 2))
+
+
+def mixed_by_hand(run: Run) -> nn.Module:
+    """A hybrid root around units that are sharded over all ranks, over a pair, and not at all."""
+    model = Net()
+    others = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+    for index, name in enumerate(others):
+        model.blocks[index] = run.wrap(model.blocks[index], sharding_strategy=ShardingStrategy[name])
+    return run.wrap(model, process_group=groups(2, 2))
+
+
+@pytest.mark.parametrize("build", [mixed_by_policy, mixed_by_hand])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(4)
+def test_mixed_strategies_equal_torch(
+    rank: int, world_size: int, use_orig_params: bool, build: Callable[[Run], nn.Module]
+) -> None:
+    point = Point(build.__name__, "HYBRID_SHARD", use_orig_params=use_orig_params)
+    compare(point, Scenario(build, no_sync_step), rank, world_size)
+
+
+# ------------------------------------------------------------------ what is sent
+
+
+@pytest.mark.parametrize("strategy", HYBRID)
+@on_ranks(4)
+def test_each_unit_reduces_over_the_shards_and_then_over_the_replicas(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    shard, replicate = groups(2, 2)
+    model = hybrid()(Run(Point("calls", strategy), implementation("fsdp_c"), rank, world_size))
+    calls = recorded_reductions(lambda: model(torch.ones(1, WIDTH)).sum().backward())
+    assert calls == [("reduce_scatter", shard), ("all_reduce", replicate)] * 4
+
+
+@on_ranks(4)
+def test_no_sync_sends_nothing(rank: int, world_size: int) -> None:
+    model = hybrid()(Run(Point("calls", "HYBRID_SHARD"), implementation("fsdp_c"), rank, world_size))
+    with model.no_sync():
+        assert recorded_reductions(lambda: model(torch.ones(1, WIDTH)).sum().backward()) == []
+
+
+def recorded_reductions(run: Callable[[], None]) -> list[tuple[str, dist.ProcessGroup]]:
+    """The reductions that ``run`` sends, with their groups, in order."""
+    calls: list[tuple[str, dist.ProcessGroup]] = []
+
+    def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+            calls.append((name, group))
+            return original(*args, group=group, **kwargs)
+
+        return record
+
+    scatter = recorder("reduce_scatter", dist.reduce_scatter_single)
+    with (
+        mock.patch.object(dist, "reduce_scatter_single", scatter),
+        mock.patch.object(dist, "all_reduce", recorder("all_reduce", dist.all_reduce)),
+    ):
+        run()
+    return calls
+
+
+# ------------------------------------------------------------------ parity row 1
+
+
+def replica_gradient(name: str, rank: int, **changes: Any) -> float:
+    """The gradient of one weight whose local gradient is rank + 1, on a mesh of two replicas of one shard."""
+    module = nn.Linear(1, 1, bias=False)
+    model = implementation(name)(
+        module,
+        device_mesh=mesh(2, 1),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+        **changes,
+    )
+    model(torch.tensor([[rank + 1.0]])).sum().backward()
+    (param,) = model.parameters()
+    return param.grad.item()
+
+
+@on_ranks(2)
+def test_replicas_of_one_shard_are_reduced(rank: int, world_size: int) -> None:
+    assert replica_gradient("torch", rank) == [0.5, 1.0][rank]  # upstream: its own gradient over the world size
+    assert replica_gradient("fsdp_c", rank) == 1.5
+    assert replica_gradient("fsdp_c", rank, use_orig_params=True) == 1.5
+
+
+@on_ranks(2)
+def test_replicas_of_one_shard_stay_equal_over_steps(rank: int, world_size: int) -> None:
+    torch.manual_seed(5)
+    build = hybrid(process_group=groups(2, 1))
+    trace = record_run(
+        Point("replicas", "HYBRID_SHARD", precision="bf16"),
+        Scenario(build, accumulate_step),
+        "fsdp_c",
+        rank,
+        world_size,
+    )
+    states = {label: value for label, value in trace.items() if "full state" in label}
+    for value in states.values():
+        of_rank_0 = value.clone()
+        dist.broadcast(of_rank_0, 0)
+        assert torch.equal(value, of_rank_0)
+    assert len(states) > 10
