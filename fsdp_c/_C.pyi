@@ -108,6 +108,12 @@ class Handle:
         stay as they are."""
     def reshard(self, free_storage: bool, /) -> None:
         """``flat_param`` shows the shard again; ``free_storage`` frees the unsharded storage. A no-op when sharded."""
+    def set_comm_hook(
+        self, function: Callable[..., None], state: object, low_precision_dtype: torch.dtype | None, /
+    ) -> None:
+        """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state, gradient)``.
+        With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group and
+        factors of ``state``, without a call. RuntimeError for a second hook, or inside a backward."""
     def summon_enter(self, writeback: bool, /) -> None:
         """IDLE -> SUMMON_FULL_PARAMS: take over the user's edits, gather in full precision, and put full-shape
         Parameters on the modules. Collective over the unit's group. AssertionError when the handle is not IDLE."""

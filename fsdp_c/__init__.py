@@ -21,9 +21,9 @@ from fsdp_c.api import (
     StateDictType,
 )
 from fsdp_c.flat_param import FlatParameter as FlatParameter
-from fsdp_c.forward_methods import register_forward_method
+from fsdp_c.forward_methods import register_forward_method as register_forward_method
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_c.sharded_grad_scaler import ShardedGradScaler
+from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 
 __all__ = [
     "BackwardPrefetch",
@@ -36,12 +36,10 @@ __all__ = [
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
-    "register_forward_method",
 ]

@@ -251,6 +251,9 @@ class FlatParamHandle(_C.Handle):
         """Let the modules show this rank's shard. The parameters' own storage is released here."""
         with torch.no_grad():
             self.show_sharded()
+
+    def describe_storage(self) -> None:
+        """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023, B-024)."""
         flat_param = self.flat_param
         flat_param._local_shard = self.local_shard
         if self.uses_sharded_strategy:

@@ -287,6 +287,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         for unit in members:  # inner units of a tree that this one is wrapped around, or was taken out of
             unit._reset_lazy_init()
         _C.Runtime([unit._unit for unit in members])
+        for unit in members:
+            if unit._handle is not None:
+                unit._handle.describe_storage()
 
     def _reset_lazy_init(self) -> None:
         """Forget who the root of this unit's tree is; the next forward decides anew."""

@@ -108,6 +108,8 @@ class ShardedGradScaler(GradScaler):
         if not self._enabled:
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
+        if isinstance(new_scale, Tensor) and new_scale.numel() == 1:
+            new_scale = new_scale.reshape(())  # the shape of the scale, into which the base class copies it
         if new_scale is not None or scale.device.type != "cpu":
             super().update(new_scale)
             return

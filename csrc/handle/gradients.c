@@ -156,6 +156,8 @@ static int pack_directly(struct handle *handle) {
 int handle_pack(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject **previous = handle->sharded ? &gradients->unsharded : &gradients->saved_shard, *total;
+    if (handle_read_comm_hook(handle) < 0)
+        return -1;
     if (!*previous && !gradients->sum)
         return pack_directly(handle);
     if (*previous) {

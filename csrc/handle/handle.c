@@ -144,7 +144,6 @@ static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->unshard_work);
     Py_CLEAR(handle->views);
     Py_CLEAR(handle->full_data);
-    Py_CLEAR(handle->full_precision_data);
     Py_CLEAR(handle->local_shard);
     Py_CLEAR(handle->shard_sizes);
     Py_CLEAR(handle->segment_sizes);
@@ -154,9 +153,9 @@ static void fini_lazy(struct handle *handle) {
     buffer_fini(&handle->full);
     buffer_fini(&handle->full_precision);
     buffer_fini(&handle->low_precision_shard);
-    buffer_fini(&handle->reduce_input_like);
-    buffer_fini(&handle->reduce_output_like);
-    buffer_fini(&handle->gradient_like);
+    Py_CLEAR(handle->reduce_input_like.tensor);
+    Py_CLEAR(handle->reduce_output_like.tensor);
+    Py_CLEAR(handle->gradient_like.tensor);
     PyMem_Free(handle->sources);
     PyMem_Free(handle->shard_pieces);
 }
@@ -170,6 +169,7 @@ void handle_fini(struct handle *handle) {
     handle_ops_remove(handle->op_id);
     collective_group_fini(&handle->shard_group);
     collective_group_fini(&handle->replicate_group);
+    comm_hook_fini(&handle->comm_hook);
     Py_CLEAR(handle->layout_owner);
     Py_CLEAR(handle->name);
     Py_CLEAR(handle->flat_param);
@@ -192,6 +192,8 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
         Py_VISIT(handle->slots[i].attributes);
     }
     Py_VISIT(handle->flat_param_owner);
+    Py_VISIT(handle->comm_hook.function);
+    Py_VISIT(handle->comm_hook.state);
     Py_VISIT(handle->flat_param);
     Py_VISIT(handle->params);
     Py_VISIT(handle->views);

@@ -58,6 +58,11 @@ struct slot {
     bool custom_setattr; /* the class overrides __setattr__ (RNNs keep a second list): go through it */
 };
 
+/* Says what torch_empty_like is to make; its own storage may be freed. */
+struct tensor_like {
+    PyObject *tensor; /* owned */
+};
+
 struct param_shape {
     int64_t ndim;
     int64_t *sizes;
@@ -81,6 +86,14 @@ struct gradients {
     bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
 };
 
+/* The user's own way to reduce gradients; comm_hook.c. */
+struct comm_hook {
+    PyObject *function; /* owned; NULL when there is none */
+    PyObject *state;    /* owned */
+    bool native;        /* one of torch's low-precision hooks, run by this library */
+    struct collective_group group; /* of a native hook's state, read at each reduction */
+};
+
 struct handle {
     struct flat_layout layout; /* a copy; its arrays belong to layout_owner */
     PyObject *layout_owner;    /* owned */
@@ -93,7 +106,8 @@ struct handle {
     bool use_orig_params;
     bool keep_low_precision_grads;
     bool skip_writeback_check;
-    double predivide, postdivide;
+    double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
+    struct comm_hook comm_hook;
     struct collective_group shard_group;
     struct collective_group replicate_group; /* .group NULL unless hybrid */
     PyObject *name;                          /* owned; str, names the unit in errors */
@@ -123,13 +137,12 @@ struct handle {
     struct buffer low_precision_shard; /* compute dtype; only with low_precision and sharded */
     PyObject *views;                   /* owned; tuple, one per parameter over full */
     struct buffer full_precision;  /* original dtype, made when first asked for; only with low_precision and sharded */
-    PyObject *full_precision_data; /* owned */
     struct pack_source *sources;   /* owned scratch: one per parameter, offsets and strides filled once */
     PyObject *shard_sizes;         /* owned; list of the sizes of the shard's pieces, for one split */
     int64_t *shard_pieces;         /* owned; per parameter the index of its piece, or -1 */
     PyObject *segment_sizes;       /* owned; list of the sizes of all segments and the right padding, for one split */
     /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
-    struct buffer reduce_input_like, gradient_like, reduce_output_like;
+    struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
     PyObject *unshard_work; /* owned; the all-gather in flight */
 
     /* inside summon_full_params */
@@ -164,6 +177,8 @@ void handle_force_idle(struct handle *handle); /* after an exception: IDLE from 
 const char *training_state_name(enum training_state state);
 
 /* unshard.c */
+int handle_init_shard(struct handle *handle); /* dtypes and the shard; enough to show sharded parameters */
+int handle_init_likes(struct handle *handle); /* how gradients look, after the dtypes */
 int handle_lazy_init(struct handle *handle); /* storage, views and dtypes, after the flat parameter as it is now */
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is there; a no-op unless UNSHARDING */
@@ -189,6 +204,13 @@ int handle_summon_exit(struct handle *handle);
 int handle_summon_hide(struct handle *handle);
 int handle_summon_grads(struct handle *handle);
 int handle_summon_grads_exit(struct handle *handle, bool writeback);
+
+/* comm_hook.c */
+int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state,
+                         PyObject *dtype /* of a native hook, or None */); /* 0, or -1 also when there is one already */
+int handle_read_comm_hook(struct handle *handle);       /* before gradients are packed: a native hook's state as it is now */
+PyObject *handle_call_comm_hook(struct handle *handle); /* reduce what was packed; None, or NULL with an exception */
+void comm_hook_fini(struct comm_hook *hook);
 
 /* gradients.c and reduce.c */
 bool handle_has_new_gradients(const struct handle *handle);

@@ -9,18 +9,29 @@ static const struct kernel_stream *stream_of(const struct handle *handle) {
 
 /* ---- reduction ---- */
 
+/* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
+static const struct collective_group *reduction_group(const struct handle *handle) {
+    if (handle->comm_hook.native)
+        return &handle->comm_hook.group;
+    return !handle->sharded && handle->replicate_group.group ? &handle->replicate_group : &handle->shard_group;
+}
+
+static PyObject *enqueue(struct handle *handle) {
+    struct gradients *gradients = &handle->gradients;
+    if (handle->comm_hook.function && !handle->comm_hook.native)
+        return handle_call_comm_hook(handle);
+    const struct collective_group *group = reduction_group(handle);
+    if (!handle->sharded)
+        return collective_all_reduce(group, gradients->reduce_output);
+    return collective_reduce_scatter(group, gradients->reduce_output, gradients->reduce_input);
+}
+
 int handle_reduce_enqueue(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
-    if (!handle->sharded) {
-        gradients->reduce_output = Py_NewRef(gradients->reduce_input);
-        gradients->work = collective_all_reduce(&handle->shard_group, gradients->reduce_output);
-    } else {
-        gradients->reduce_output = torch_empty_like(handle->reduce_output_like.tensor);
-        if (!gradients->reduce_output)
-            return -1;
-        gradients->work =
-            collective_reduce_scatter(&handle->shard_group, gradients->reduce_output, gradients->reduce_input);
-    }
+    gradients->reduce_output =
+        handle->sharded ? torch_empty_like(handle->reduce_output_like.tensor) : Py_NewRef(gradients->reduce_input);
+    if (gradients->reduce_output)
+        gradients->work = enqueue(handle);
     return gradients->work ? 0 : -1;
 }
 
@@ -50,6 +61,18 @@ static int accumulate_output(struct handle *handle, PyObject *output) {
                         "accumulation of a reduced gradient");
 }
 
+/* A custom hook may have left another dtype than it was given. */
+static int output_dtype(const struct handle *handle, PyObject *output, enum dtype *dtype) {
+    struct tensor_view view;
+    *dtype = handle->reduce_kind;
+    if (!handle->comm_hook.function)
+        return 0;
+    if (tensor_view_of(output, &view) < 0)
+        return -1;
+    *dtype = view.dtype;
+    return 0;
+}
+
 /* saved_shard = post-divided output, or += it. */
 static int save_output(struct handle *handle, PyObject *output) {
     struct gradients *gradients = &handle->gradients;
@@ -57,7 +80,10 @@ static int save_output(struct handle *handle, PyObject *output) {
         return accumulate_output(handle, output);
     if (handle->postdivide != 1.0 && cast_divide(handle, output, output, handle->postdivide) < 0)
         return -1;
-    bool keep = handle->reduce_kind == handle->orig_kind || (!handle->sharded && handle->keep_low_precision_grads);
+    enum dtype dtype;
+    if (output_dtype(handle, output, &dtype) < 0)
+        return -1;
+    bool keep = dtype == handle->orig_kind || (!handle->sharded && handle->keep_low_precision_grads);
     ref_set(&gradients->saved_shard, keep ? Py_NewRef(output) : cast_to_shard_dtype(handle, output));
     return gradients->saved_shard ? 0 : -1;
 }
@@ -69,7 +95,7 @@ int handle_reduce_finish(struct handle *handle) {
         return 0;
     gradients->work = NULL;
     int result = collective_wait(work);
-    if (!result && handle->replicate_group.group) {
+    if (!result && handle->sharded && handle->replicate_group.group) {
         work = collective_all_reduce(&handle->replicate_group, gradients->reduce_output);
         result = work ? collective_wait(work) : -1;
     }

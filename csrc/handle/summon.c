@@ -39,7 +39,7 @@ static int require_idle(const struct handle *handle) {
     return -1;
 }
 
-/* The full-precision flat parameter, new reference; gathered unless it is there. */
+/* The full-precision flat parameter, right padding included, new reference; gathered unless it is there. */
 static PyObject *gather(struct handle *handle) {
     handle->summon_freed_after = handle->param_state == PARAM_SHARDED;
     if (!handle->sharded)
@@ -48,11 +48,11 @@ static PyObject *gather(struct handle *handle) {
         /* a low-precision copy that is still gathered would be stale after a writeback */
         if (handle_reshard(handle, true) < 0 || handle_gather_full_precision(handle) < 0)
             return NULL;
-        return Py_NewRef(handle->full_precision_data);
+        return Py_NewRef(handle->full_precision.tensor);
     }
     if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
         return NULL;
-    return Py_NewRef(handle->full_data);
+    return Py_NewRef(handle->full.tensor);
 }
 
 int handle_summon_enter(struct handle *handle, bool writeback) {

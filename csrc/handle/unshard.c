@@ -46,23 +46,34 @@ static int init_local_shard(struct handle *handle) {
     return -1;
 }
 
-/* A tensor that only says what to allocate later. */
-static int init_like(struct buffer *like, int64_t numel, PyObject *dtype, PyObject *device) {
-    buffer_fini(like);
-    return buffer_init(like, numel, dtype, device, false) < 0 || buffer_free(like) < 0 ? -1 : 0;
+/* A tensor that only says what to allocate later. New reference. */
+static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
+    struct buffer buffer;
+    if (buffer_init(&buffer, numel, dtype, device, false) < 0)
+        return NULL;
+    PyObject *tensor = buffer_free(&buffer) < 0 ? NULL : Py_NewRef(buffer.tensor);
+    buffer_fini(&buffer);
+    return tensor;
 }
 
-static int init_likes(struct handle *handle) {
+/* Tensors at hand say how gradients look where the dtypes agree; only mixed precision needs others. */
+int handle_init_likes(struct handle *handle) {
     int64_t padded = handle->layout.padded_numel, shard = handle->layout.shard_numel;
-    if (init_like(&handle->reduce_input_like, padded, handle->reduce_dtype, handle->device) < 0)
+    PyObject *gradient = handle->full_is_local ? handle->local_shard : handle->full.tensor;
+    bool same = handle->reduce_dtype == handle->param_dtype, same_shard = handle->reduce_dtype == handle->orig_dtype;
+    struct tensor_view view;
+    ref_set(&handle->gradient_like.tensor, Py_NewRef(gradient));
+    ref_set(&handle->reduce_input_like.tensor,
+            same ? Py_NewRef(gradient) : freed_tensor(padded, handle->reduce_dtype, handle->device));
+    ref_set(&handle->reduce_output_like.tensor,
+            same_shard ? Py_NewRef(handle->local_shard) : freed_tensor(shard, handle->reduce_dtype, handle->device));
+    if (!handle->reduce_input_like.tensor || !handle->reduce_output_like.tensor)
         return -1;
-    if (init_like(&handle->gradient_like, padded, handle->param_dtype, handle->device) < 0)
+    if (tensor_view_of(handle->reduce_input_like.tensor, &view) < 0)
         return -1;
-    if (init_like(&handle->reduce_output_like, shard, handle->reduce_dtype, handle->device) < 0)
-        return -1;
+    handle->reduce_kind = view.dtype;
     handle->orig_kind = handle->local_view.dtype;
-    handle->param_kind = handle->gradient_like.view.dtype;
-    handle->reduce_kind = handle->reduce_input_like.view.dtype;
+    handle->param_kind = handle->full_is_local ? handle->orig_kind : handle->full.view.dtype;
     return 0;
 }
 
@@ -76,6 +87,7 @@ static PyObject *unpadded(struct handle *handle, PyObject *full) {
 static int init_full(struct handle *handle) {
     PyObject *full = handle->local_shard;
     buffer_fini(&handle->full);
+    buffer_fini(&handle->full_precision);
     handle->full_is_local = !handle->sharded && !handle->low_precision;
     if (!handle->full_is_local) {
         if (buffer_init(&handle->full, handle->layout.padded_numel, handle->param_dtype, handle->device, true) < 0)
@@ -85,14 +97,18 @@ static int init_full(struct handle *handle) {
     ref_set(&handle->full_data, unpadded(handle, full));
     if (!handle->full_data)
         return -1;
-    ref_set(&handle->views, handle_make_views(handle, handle->full_data));
+    ref_set(&handle->views, handle_make_views(handle, full));
     if (!handle->views)
         return -1;
     if (!handle->full_is_local && buffer_free(&handle->full) < 0)
         return -1;
     if (!handle->sharded || !handle->low_precision)
         return 0;
-    return init_like(&handle->low_precision_shard, handle->layout.shard_numel, handle->param_dtype, handle->device);
+    struct buffer *shard = &handle->low_precision_shard;
+    buffer_fini(shard);
+    if (buffer_init(shard, handle->layout.shard_numel, handle->param_dtype, handle->device, false) < 0)
+        return -1;
+    return buffer_free(shard);
 }
 
 static int init_sources(struct handle *handle) {
@@ -164,14 +180,19 @@ static int allow_low_precision_grads(struct handle *handle) {
     return 0;
 }
 
-int handle_lazy_init(struct handle *handle) {
-    if (init_dtypes(handle) < 0 || init_local_shard(handle) < 0 || init_likes(handle) < 0 || init_full(handle) < 0)
+int handle_init_shard(struct handle *handle) {
+    handle->ready = false;
+    if (init_dtypes(handle) < 0 || init_local_shard(handle) < 0)
         return -1;
-    if (init_sources(handle) < 0 || init_shard_pieces(handle) < 0 || init_segment_sizes(handle) < 0)
+    return handle->params ? handle_point_params_at_shard(handle) : 0;
+}
+
+int handle_lazy_init(struct handle *handle) {
+    if (handle_init_shard(handle) < 0 || init_segment_sizes(handle) < 0 || init_full(handle) < 0)
+        return -1;
+    if (handle_init_likes(handle) < 0 || init_sources(handle) < 0 || init_shard_pieces(handle) < 0)
         return -1;
     if (allow_low_precision_grads(handle) < 0)
-        return -1;
-    if (handle->params && handle_point_params_at_shard(handle) < 0)
         return -1;
     handle->ready = true;
     return 0;
@@ -265,9 +286,6 @@ int handle_gather_full_precision(struct handle *handle) {
     struct buffer *buffer = &handle->full_precision;
     if (!buffer->tensor) {
         if (buffer_init(buffer, handle->layout.padded_numel, handle->orig_dtype, handle->device, true) < 0)
-            return -1;
-        ref_set(&handle->full_precision_data, unpadded(handle, buffer->tensor));
-        if (!handle->full_precision_data)
             return -1;
     }
     if (buffer_alloc(buffer) < 0)

@@ -5,15 +5,31 @@
 
 /* ---- making views ---- */
 
+/* One piece of the flat parameter in its parameter's shape, outside of autograd. */
+static PyObject *shaped_view(struct handle *handle, PyObject *piece, int64_t param) {
+    PyObject *shape = PyTuple_GetItem(handle->shapes, param), *strides = PyTuple_GetItem(handle->strides, param);
+    PyObject *view = strides == Py_None ? PyObject_CallMethodObjArgs(piece, torch_names.view, shape, NULL)
+                                        : PyObject_CallMethod(piece, "as_strided", "OO", shape, strides);
+    PyObject *data = view ? torch_data(view) : NULL;
+    Py_XDECREF(view);
+    return data;
+}
+
 PyObject *handle_make_views(struct handle *handle, PyObject *full) {
-    PyObject *views = PyTuple_New(handle->num_params);
+    PyObject *data = torch_data(full), *pieces = NULL, *views = NULL;
+    if (data)
+        pieces = PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, data, handle->segment_sizes, NULL);
+    if (pieces)
+        views = PyTuple_New(handle->num_params);
     for (int64_t i = 0; views && i < handle->num_params; i++) {
-        int64_t offset = layout_param_offset(&handle->layout, i), numel = layout_param_numel(&handle->layout, i);
-        PyObject *view =
-            torch_view(full, offset, numel, PyTuple_GetItem(handle->shapes, i), PyTuple_GetItem(handle->strides, i));
+        PyObject *piece = PySequence_GetItem(pieces, handle->layout.param_segments[i]);
+        PyObject *view = piece ? shaped_view(handle, piece, i) : NULL;
+        Py_XDECREF(piece);
         if (!view || PyTuple_SetItem(views, i, view) < 0)
             Py_CLEAR(views);
     }
+    Py_XDECREF(data);
+    Py_XDECREF(pieces);
     return views;
 }
 
@@ -24,7 +40,7 @@ static PyObject *shard_part(struct handle *handle, int64_t param) {
                           layout_param_numel(&handle->layout, param), PyTuple_GetItem(handle->shapes, param),
                           PyTuple_GetItem(handle->strides, param));
     if (!range->in_shard)
-        return torch_data(handle->empty_param);
+        return Py_NewRef(handle->empty_param);
     PyObject *shape = Py_BuildValue("(L)", (long long)range->numel_in_shard);
     PyObject *part =
         shape ? torch_view(handle->local_shard, range->offset_in_shard, range->numel_in_shard, shape, Py_None) : NULL;

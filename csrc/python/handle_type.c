@@ -145,7 +145,7 @@ static PyObject *show_sharded(PyObject *self, PyObject *unused) {
     struct handle *handle = inside(self);
     (void)unused;
     handle->shown = SHOWN_NOTHING;
-    if (handle_lazy_init(handle) < 0)
+    if ((handle->use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
         return NULL;
     return none_or_error(handle_show_sharded(handle));
 }
@@ -174,7 +174,15 @@ static PyObject *reshard(PyObject *self, PyObject *free_storage) {
     return none_or_error(wanted < 0 ? -1 : handle_reshard(inside(self), wanted));
 }
 
+static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
+    PyObject *function, *state, *dtype;
+    if (!PyArg_ParseTuple(args, "OOO", &function, &state, &dtype))
+        return NULL;
+    return none_or_error(handle_set_comm_hook(inside(self), function, state, dtype));
+}
+
 static PyMethodDef methods[] = {
+    {"set_comm_hook", set_comm_hook, METH_VARARGS, NULL},
     {"summon_enter", summon_enter, METH_O, NULL},
     {"summon_exit", summon_exit, METH_NOARGS, NULL},
     {"summon_hide", summon_hide, METH_NOARGS, NULL},

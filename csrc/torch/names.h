@@ -26,6 +26,7 @@
     X(_backward_hooks)                                                                                                 \
     X(_register_hook_dict)                                                                                             \
     X(register_hook)                                                                                                   \
+    X(view)                                                                                                            \
     X(detach_)                                                                                                         \
     X(training)
 
