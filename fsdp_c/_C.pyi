@@ -112,8 +112,12 @@ class Handle:
         self, function: Callable[..., None], state: object, low_precision_dtype: torch.dtype | None, /
     ) -> None:
         """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state, gradient)``.
-        With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group and
-        factors of ``state``, without a call. RuntimeError for a second hook, or inside a backward."""
+        With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group
+        and factors of ``state``, without a call. RuntimeError for a second hook, or inside a backward."""
+    def fake_all_gather(self, group: ProcessGroup, /) -> None:
+        """Send the all-gathers to ``group``, of the same rank and size, which does not send them."""
+    def fake_reduce_scatter(self, group: ProcessGroup, /) -> None:
+        """The same for reduce-scatters; all-reduces stay."""
     def summon_enter(self, writeback: bool, /) -> None:
         """IDLE -> SUMMON_FULL_PARAMS: take over the user's edits, gather in full precision, and put full-shape
         Parameters on the modules. Collective over the unit's group. AssertionError when the handle is not IDLE."""

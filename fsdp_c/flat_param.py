@@ -1,6 +1,8 @@
 """The flat parameter of a unit and the Python face of its handle: names and metadata; storage is the business of C."""
 
+import functools
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -21,6 +23,10 @@ __all__ = [
     "ParamInfo",
     "SharedParamInfo",
 ]
+
+_logger = logging.getLogger(__name__)
+
+logger = logging.getLogger(__name__)
 
 ALIGNMENT_NBYTES = 16
 PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor
@@ -202,6 +208,9 @@ class FlatParamHandle(_C.Handle):
         self.process_group = process_group
         self.rank = process_group.rank()
         self.world_size = process_group.size()
+        self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
+        self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
+        self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
         self._orig_param_dtype = found.params[0].dtype
         self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
         self._reduce_dtype = mp_reduce_dtype or self._fwd_bwd_param_dtype
@@ -242,10 +251,14 @@ class FlatParamHandle(_C.Handle):
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,
-            skip_writeback_check=os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "") == "1",
+            skip_writeback_check=self._skip_writeback_check,
             predivide=predivide,
             postdivide=data_parallel_size / predivide,
         )
+        if self._use_fake_all_gather:
+            self.fake_all_gather(_fake_group(process_group))
+        if self._use_fake_reduce:
+            self.fake_reduce_scatter(_fake_group(process_group))
 
     def shard(self) -> None:
         """Let the modules show this rank's shard. The parameters' own storage is released here."""
@@ -304,6 +317,50 @@ class FlatParamHandle(_C.Handle):
 
     def __repr__(self) -> str:
         return f"FlatParamHandle({', '.join(self.flat_param._fqns)})"
+
+
+_WARNINGS = {
+    "FSDP_SKIP_WRITEBACK_CHECK": "replaced parameters and gradients are not noticed: training may silently be wrong.",
+    "FSDP_USE_FAKE_ALL_GATHER": "parameters are not gathered: results are wrong, the time shows what gathering costs.",
+    "FSDP_USE_FAKE_REDUCE": "gradients are not reduced: results are wrong, the time shows what reducing costs.",
+}
+
+
+def _switched_on(name: str) -> bool:
+    """Whether the environment sets ``name`` to 1, which is logged once per process (C-002, C-003)."""
+    if os.environ.get(name, "") != "1":
+        return False
+    _warn_once(name)
+    return True
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    _logger.warning("Since %s=1, %s", name, _WARNINGS[name])
+
+
+def _fake_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same rank and size that sends nothing (C-004)."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    make = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    return make(rank=group.rank(), world_size=group.size())
+
+
+def _skips_writeback_check() -> bool:
+    skips = os.environ.get("FSDP_SKIP_WRITEBACK_CHECK", "") == "1"
+    if skips:
+        _warn_skip_writeback_check()
+    return skips
+
+
+@functools.cache
+def _warn_skip_writeback_check() -> None:
+    """Once per process."""
+    logger.warning(
+        "FSDP_SKIP_WRITEBACK_CHECK=1: parameters and gradients that are replaced between steps are not looked for; "
+        "with use_orig_params=True such changes are lost"
+    )
 
 
 def _predivide_factor(world_size: int) -> float:

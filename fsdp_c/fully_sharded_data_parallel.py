@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
+from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
 
 from fsdp_c import _C, buffers, construction, grad_clipping, materialization, state_dict, unshard_params
 from fsdp_c.api import (
+    HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -309,15 +311,15 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             )
         self._lazy_init()
         self._assert_state(TrainingState.IDLE)
-        saved = [(unit, unit._sync_gradients) for unit in units_of(self)]
+        saved = [(unit, unit.sync_gradients) for unit in self._unit.runtime.units]
         for unit, _ in saved:
-            unit._sync_gradients = False
+            unit.sync_gradients = False
         try:
             yield
         finally:
-            switched_on = any(unit._sync_gradients for unit, _ in saved)
+            switched_on = any(unit.sync_gradients for unit, _ in saved)
             for unit, flag in saved:
-                unit._sync_gradients = flag
+                unit.sync_gradients = flag
             if switched_on:
                 raise AssertionError(
                     "`_sync_gradients` was incorrectly set to `True` inside the `no_sync()` context manager"
@@ -330,6 +332,37 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         Raises RuntimeError on an instance that is not the root, ValueError inside a step.
         """
         return grad_clipping.clip_grad_norm_(self, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """Reduce the gradients of all units of this tree by ``hook`` from now on.
+
+        A sharded unit calls ``hook(state, gradient, shard)`` with its whole padded gradient and an empty tensor for
+        this rank's shard of the result, a NO_SHARD unit ``hook(state, gradient)`` to reduce in place; averaging is the
+        hook's business. torch's fp16_compress_hook and bf16_compress_hook are run natively, on the CPU too.
+        Raises AssertionError on a unit that is not the root, for hybrid strategies, and where there is a hook already;
+        ValueError for a hook that cannot be called; RuntimeError inside a backward.
+        """
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance, the outermost unit")
+        units = units_of(self)
+        for unit in units:
+            if unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
+                raise AssertionError(
+                    f"Communication hook is not supported for hybrid strategies: {unit.sharding_strategy} of "
+                    f"{unit_name(unit.module)}"
+                )
+            if unit._comm_hook is not None:
+                raise AssertionError(f"A communication hook is already registered for {unit_name(unit.module)}")
+        if not callable(hook):
+            raise ValueError(f"The communication hook must be callable but got {hook}")
+        for unit in units:
+            if unit._handle is not None:
+                unit._handle.set_comm_hook(hook, state, _low_precision_dtype(hook))
+            unit._comm_hook = hook
+            unit._comm_hook_state = state
+
+    def _low_precision_hook_enabled(self) -> bool:
+        return _low_precision_dtype(self._comm_hook) is not None
 
     # ---- queries
 
@@ -512,6 +545,16 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
         """The settings of the units in ``module``, None without units. AssertionError if they differ."""
         return state_dict.get_state_dict_type(module)
+
+
+# ---- communication
+
+
+def _low_precision_dtype(hook: object) -> torch.dtype | None:
+    """The dtype of one of torch's low-precision hooks, known by identity (D-090); None for any other."""
+    if hook is fp16_compress_hook:
+        return torch.float16
+    return torch.bfloat16 if hook is bf16_compress_hook else None
 
 
 # ---- lazy initialisation

@@ -63,6 +63,8 @@ int collective_group_init(struct collective_group *group, PyObject *process_grou
     if (PyErr_Occurred())
         goto fail;
     group->group = Py_NewRef(process_group);
+    group->gather_group = Py_NewRef(process_group);
+    group->scatter_group = Py_NewRef(process_group);
     if (!(group->all_gather = PyObject_GetAttrString(process_group, "_allgather_base")))
         goto fail;
     if (!(group->reduce_scatter = PyObject_GetAttrString(process_group, "_reduce_scatter_base")))
@@ -81,15 +83,28 @@ fail:
 
 void collective_group_fini(struct collective_group *group) {
     Py_CLEAR(group->group);
+    Py_CLEAR(group->gather_group);
+    Py_CLEAR(group->scatter_group);
     Py_CLEAR(group->all_gather);
     Py_CLEAR(group->reduce_scatter);
     Py_CLEAR(group->all_reduce);
 }
 
-static PyObject *call_replacement(PyObject *function, const struct collective_group *group, PyObject *output,
-                                  PyObject *input) {
+int collective_fake_all_gather(struct collective_group *group, PyObject *fake) {
+    ref_set(&group->gather_group, Py_NewRef(fake));
+    ref_set(&group->all_gather, PyObject_GetAttrString(fake, "_allgather_base"));
+    return group->all_gather ? 0 : -1;
+}
+
+int collective_fake_reduce_scatter(struct collective_group *group, PyObject *fake) {
+    ref_set(&group->scatter_group, Py_NewRef(fake));
+    ref_set(&group->reduce_scatter, PyObject_GetAttrString(fake, "_reduce_scatter_base"));
+    return group->reduce_scatter ? 0 : -1;
+}
+
+static PyObject *call_replacement(PyObject *function, PyObject *group, PyObject *output, PyObject *input) {
     PyObject *args = input ? PyTuple_Pack(2, output, input) : PyTuple_Pack(1, output);
-    PyObject *kwargs = Py_BuildValue("{sO}", "group", group->group);
+    PyObject *kwargs = Py_BuildValue("{sO}", "group", group);
     PyObject *work = args && kwargs ? PyObject_Call(function, args, kwargs) : NULL;
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
@@ -99,21 +114,21 @@ static PyObject *call_replacement(PyObject *function, const struct collective_gr
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(gather_names, 2);
     if (function)
-        return call_replacement(function, group, output, input);
+        return call_replacement(function, group->gather_group, output, input);
     return PyObject_CallFunctionObjArgs(group->all_gather, output, input, NULL);
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(scatter_names, 2);
     if (function)
-        return call_replacement(function, group, output, input);
+        return call_replacement(function, group->scatter_group, output, input);
     return PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, NULL);
 }
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {
     PyObject *function = replacement(reduce_names, 1);
     if (function)
-        return call_replacement(function, group, tensor, NULL);
+        return call_replacement(function, group->group, tensor, NULL);
     PyObject *tensors = PyList_New(1), *work = NULL;
     if (tensors && PyList_SetItem(tensors, 0, Py_NewRef(tensor)) == 0)
         work = PyObject_CallFunctionObjArgs(group->all_reduce, tensors, NULL);

@@ -11,7 +11,8 @@
 
 struct collective_group {
     PyObject *group;                                    /* owned; a ProcessGroup, or NULL when there is none */
-    PyObject *all_gather, *reduce_scatter, *all_reduce; /* owned; bound methods of the group */
+    PyObject *gather_group, *scatter_group;             /* owned; the group, or a fake one of the same rank and size */
+    PyObject *all_gather, *reduce_scatter, *all_reduce; /* owned; bound methods of the three groups */
     int64_t world_size;
     int64_t rank;
 };
@@ -20,6 +21,9 @@ struct collective_group {
 int collective_init(void);
 
 int collective_group_init(struct collective_group *group, PyObject *process_group); /* 0 or -1 */
+/* Send all-gathers or reduce-scatters of the group to `fake`, which sends nothing. 0 or -1. */
+int collective_fake_all_gather(struct collective_group *group, PyObject *fake);
+int collective_fake_reduce_scatter(struct collective_group *group, PyObject *fake);
 void collective_group_fini(struct collective_group *group);
 
 /* Each enqueues and returns what must be waited for (a Work object, or Py_None), NULL with an exception on failure.

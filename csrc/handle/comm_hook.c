@@ -23,7 +23,8 @@ static int reduce_in(struct handle *handle, PyObject *dtype) {
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {
     struct comm_hook *hook = &handle->comm_hook;
     if (hook->function || handle->gradients.in_backward) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: a communication hook is registered once, before a backward",
+        PyErr_Format(PyExc_RuntimeError,
+                     "rank %lld, unit %S: a communication hook is registered once, before a backward",
                      (long long)handle->layout.rank, handle->name);
         return -1;
     }
@@ -80,11 +81,11 @@ int handle_read_comm_hook(struct handle *handle) {
 
 static int refuse_result(struct handle *handle, PyObject *result) {
     int64_t want = handle->sharded ? handle->layout.shard_numel : handle->layout.padded_numel;
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: its communication hook left a gradient of %R, expected a dense one of %lld elements "
-                 "on %S",
-                 (long long)handle->layout.rank, handle->name, (PyObject *)Py_TYPE(result), (long long)want,
-                 handle->device);
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: its communication hook left a gradient of %R, expected a dense one of %lld elements "
+        "on %S",
+        (long long)handle->layout.rank, handle->name, (PyObject *)Py_TYPE(result), (long long)want, handle->device);
     return -1;
 }
 
@@ -103,8 +104,7 @@ PyObject *handle_call_comm_hook(struct handle *handle) {
     struct comm_hook *hook = &handle->comm_hook;
     struct gradients *gradients = &handle->gradients;
     PyObject *output = handle->sharded ? gradients->reduce_output : NULL; /* NULL ends the arguments */
-    PyObject *done =
-        PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
+    PyObject *done = PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
     Py_XDECREF(done);
     return done && check_result(handle, gradients->reduce_output) == 0 ? Py_NewRef(Py_None) : NULL;
 }

@@ -146,7 +146,6 @@ static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->full_data);
     Py_CLEAR(handle->local_shard);
     Py_CLEAR(handle->shard_sizes);
-    Py_CLEAR(handle->segment_sizes);
     Py_CLEAR(handle->orig_dtype);
     Py_CLEAR(handle->param_dtype);
     Py_CLEAR(handle->reduce_dtype);

@@ -88,9 +88,9 @@ struct gradients {
 
 /* The user's own way to reduce gradients; comm_hook.c. */
 struct comm_hook {
-    PyObject *function; /* owned; NULL when there is none */
-    PyObject *state;    /* owned */
-    bool native;        /* one of torch's low-precision hooks, run by this library */
+    PyObject *function;            /* owned; NULL when there is none */
+    PyObject *state;               /* owned */
+    bool native;                   /* one of torch's low-precision hooks, run by this library */
     struct collective_group group; /* of a native hook's state, read at each reduction */
 };
 
@@ -136,11 +136,10 @@ struct handle {
     PyObject *full_data;           /* owned; full without right padding */
     struct buffer low_precision_shard; /* compute dtype; only with low_precision and sharded */
     PyObject *views;                   /* owned; tuple, one per parameter over full */
-    struct buffer full_precision;  /* original dtype, made when first asked for; only with low_precision and sharded */
-    struct pack_source *sources;   /* owned scratch: one per parameter, offsets and strides filled once */
-    PyObject *shard_sizes;         /* owned; list of the sizes of the shard's pieces, for one split */
-    int64_t *shard_pieces;         /* owned; per parameter the index of its piece, or -1 */
-    PyObject *segment_sizes;       /* owned; list of the sizes of all segments and the right padding, for one split */
+    struct buffer full_precision; /* original dtype, made when first asked for; only with low_precision and sharded */
+    struct pack_source *sources;  /* owned scratch: one per parameter, offsets and strides filled once */
+    PyObject *shard_sizes;        /* owned; list of the sizes of the shard's pieces, for one split */
+    int64_t *shard_pieces;        /* owned; per parameter the index of its piece, or -1 */
     /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
     struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
     PyObject *unshard_work; /* owned; the all-gather in flight */
@@ -179,7 +178,7 @@ const char *training_state_name(enum training_state state);
 /* unshard.c */
 int handle_init_shard(struct handle *handle); /* dtypes and the shard; enough to show sharded parameters */
 int handle_init_likes(struct handle *handle); /* how gradients look, after the dtypes */
-int handle_lazy_init(struct handle *handle); /* storage, views and dtypes, after the flat parameter as it is now */
+int handle_lazy_init(struct handle *handle);  /* storage, views and dtypes, after the flat parameter as it is now */
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int handle_reshard(struct handle *handle, bool free_storage);
@@ -208,7 +207,7 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 /* comm_hook.c */
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state,
                          PyObject *dtype /* of a native hook, or None */); /* 0, or -1 also when there is one already */
-int handle_read_comm_hook(struct handle *handle);       /* before gradients are packed: a native hook's state as it is now */
+int handle_read_comm_hook(struct handle *handle); /* before gradients are packed: a native hook's state as it is now */
 PyObject *handle_call_comm_hook(struct handle *handle); /* reduce what was packed; None, or NULL with an exception */
 void comm_hook_fini(struct comm_hook *hook);
 

@@ -32,7 +32,6 @@ static struct handle *find(const char *op, int64_t id) {
     bool known = id > 0 && id < num_handles && handles[id];
     OP_CHECK(known, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op,
              (long long)id);
-    OP_CHECK(handles[id]->ready, "%s: handle %lld is not initialised: run a forward first", op, (long long)id);
     return handles[id];
 }
 
@@ -74,6 +73,7 @@ static void run(const char *op, struct handle *handle, int (*verb)(struct handle
 }
 
 static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
+    OP_CHECK(handle->ready, "%s: the handle is not initialised: run a forward first", op);
     OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->param_kind &&
                  full->is_contiguous,
              "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
@@ -154,6 +154,61 @@ static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     stack[0] = (StableIValue)(uintptr_t)views;
 }
 
+/* One alias of the storage per parameter, without autograd's bookkeeping and with a version counter of its own. */
+static AtenTensorHandle alias(AtenTensorHandle flat, int64_t offset, const struct param_shape *shape) {
+    int64_t strides[OP_MAX_NDIM], step = 1;
+    AtenTensorHandle view = NULL;
+    OP_CHECK(shape->ndim <= OP_MAX_NDIM, "a parameter has %lld dimensions", (long long)shape->ndim);
+    for (int64_t d = shape->ndim - 1; d >= 0; d--) {
+        strides[d] = shape->strides ? shape->strides[d] : step;
+        step *= shape->sizes[d] > 0 ? shape->sizes[d] : 1;
+    }
+    OP_CALL(torch_abi.aoti_torch__reinterpret_tensor(flat, shape->ndim, shape->sizes, strides, offset, &view));
+    return view;
+}
+
+static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
+    (void)num_inputs;
+    (void)num_outputs;
+    OP_OWNED flat = op_tensor(stack[0]);
+    const struct handle *handle = find("fsdp_c::segment_views", op_int(stack[1]));
+    StableListHandle views = NULL;
+    int64_t numel = 0, start = 0;
+    OP_CALL(torch_abi.aoti_torch_get_numel(flat, &numel));
+    OP_CALL(torch_abi.aoti_torch_get_storage_offset(flat, &start));
+    OP_CHECK(numel >= handle->layout.numel, "fsdp_c::segment_views: flat has %lld elements, the unit has %lld",
+             (long long)numel, (long long)handle->layout.numel);
+    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->num_params, &views));
+    for (int64_t i = 0; i < handle->num_params; i++) {
+        AtenTensorHandle view = alias(flat, start + layout_param_offset(&handle->layout, i), &handle->param_shapes[i]);
+        op_push(views, &view);
+    }
+    stack[0] = (StableIValue)(uintptr_t)views;
+}
+
+PyObject *handle_segment_views(const struct handle *handle, PyObject *flat) {
+    static PyObject *op; /* owned for ever; past the Python of torch.ops */
+    if (!op) {
+        PyObject *ops = PyImport_ImportModule("torch._ops");
+        PyObject *all = ops ? PyObject_GetAttrString(ops, "ops") : NULL;
+        PyObject *ours = all ? PyObject_GetAttrString(all, "fsdp_c") : NULL;
+        PyObject *packet = ours ? PyObject_GetAttrString(ours, "segment_views") : NULL;
+        PyObject *overload = packet ? PyObject_GetAttrString(packet, "default") : NULL;
+        op = overload ? PyObject_GetAttrString(overload, "_op") : NULL;
+        Py_XDECREF(ops);
+        Py_XDECREF(all);
+        Py_XDECREF(ours);
+        Py_XDECREF(packet);
+        Py_XDECREF(overload);
+        if (!op)
+            return NULL;
+    }
+    PyObject *id = PyLong_FromLongLong(handle->op_id);
+    PyObject *views = id ? PyObject_CallFunctionObjArgs(op, flat, id, NULL) : NULL;
+    Py_XDECREF(id);
+    return views;
+}
+
 /* ---- registration ---- */
 
 static bool register_all(void) {
@@ -165,6 +220,9 @@ static bool register_all(void) {
            !torch_abi.aoti_torch_library_def(schemas, "unshard(Tensor(a!) full, int handle) -> ()") &&
            !torch_abi.aoti_torch_library_def(schemas, "reshard(Tensor(a!) full, int handle) -> ()") &&
            !torch_abi.aoti_torch_library_def(schemas, "unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]") &&
+           !torch_abi.aoti_torch_library_def(schemas, "segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]") &&
+           !torch_abi.torch_library_impl(cpu, "segment_views", segment_views, TORCH_BUILD_VERSION) &&
+           !torch_abi.torch_library_impl(meta, "segment_views", segment_views, TORCH_BUILD_VERSION) &&
            !torch_abi.torch_library_impl(cpu, "unshard", unshard, TORCH_BUILD_VERSION) &&
            !torch_abi.torch_library_impl(cpu, "reshard", reshard, TORCH_BUILD_VERSION) &&
            !torch_abi.torch_library_impl(meta, "unshard", nothing_on_meta, TORCH_BUILD_VERSION) &&

@@ -4,6 +4,7 @@
  *   fsdp_c::unshard(Tensor(a!) full, int handle) -> ()        all-gather the unit; `full` holds its padded flat parameter
  *   fsdp_c::reshard(Tensor(a!) full, int handle) -> ()        free it again
  *   fsdp_c::unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]   one view per parameter, differentiable
+ *   fsdp_c::segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]   the same below autograd: bare aliases, cheaply
  *
  * `full` is the handle's own padded_unsharded_flat_param, or any tensor of that size and dtype, which receives a copy. */
 #ifndef FSDP_HANDLE_HANDLE_OPS_H
@@ -16,5 +17,8 @@ int handle_ops_init(void); /* register the ops, once per process. 0, or -1 with 
 /* The id by which ops find a handle while it lives; ids are not used twice. -1 with MemoryError. */
 int64_t handle_ops_add(struct handle *handle);
 void handle_ops_remove(int64_t id);
+
+/* fsdp_c::segment_views(flat, handle), as a list of tensors. New reference, or NULL with an exception. */
+PyObject *handle_segment_views(const struct handle *handle, PyObject *flat);
 
 #endif

@@ -1,5 +1,6 @@
 /* The reduction of a unit's gradients, and gradients as the user sees them in `.grad`. */
 #include "handle/handle.h"
+#include "handle/handle_ops.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -112,13 +113,6 @@ static PyObject *split(PyObject *tensor, PyObject *sizes) {
     return PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, tensor, sizes, NULL);
 }
 
-static PyObject *shaped(struct handle *handle, PyObject *piece, int64_t param) {
-    PyObject *strides = PyTuple_GetItem(handle->strides, param), *shape = PyTuple_GetItem(handle->shapes, param);
-    if (strides == Py_None)
-        return PyObject_CallMethod(piece, "view", "(O)", shape);
-    return PyObject_CallMethod(piece, "as_strided", "OO", shape, strides);
-}
-
 /* Set a gradient whose shape or dtype may not be the parameter's: through data that fits for a moment. */
 static int set_foreign_grad(PyObject *param, PyObject *grad) {
     PyObject *data = torch_data(param);
@@ -162,22 +156,17 @@ static int show_sharded_grads(struct handle *handle, PyObject *grad) {
 
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
 static int show_unsharded_grads(struct handle *handle, PyObject *grad) {
-    PyObject *pieces = split(grad, handle->segment_sizes);
-    int result = pieces ? 0 : -1;
+    PyObject *views = handle_segment_views(handle, grad);
+    int result = views ? 0 : -1;
     for (int64_t i = 0; !result && i < handle->num_params; i++) {
-        PyObject *param = PyList_GetItem(handle->params, i), *piece, *view;
+        PyObject *param = PyList_GetItem(handle->params, i);
         int requires_grad = torch_requires_grad(param);
-        if (requires_grad <= 0) {
+        if (requires_grad > 0)
+            result = set_foreign_grad(param, PyList_GetItem(views, i));
+        else
             result = requires_grad < 0 ? -1 : clear_grad(param);
-            continue;
-        }
-        piece = PySequence_GetItem(pieces, handle->layout.param_segments[i]);
-        view = piece ? shaped(handle, piece, i) : NULL;
-        result = view ? set_foreign_grad(param, view) : -1;
-        Py_XDECREF(piece);
-        Py_XDECREF(view);
     }
-    Py_XDECREF(pieces);
+    Py_XDECREF(views);
     return result;
 }
 

@@ -157,17 +157,6 @@ static int init_shard_pieces(struct handle *handle) {
     return end < handle->layout.shard_numel ? append_size(handle->shard_sizes, handle->layout.shard_numel - end) : 0;
 }
 
-static int init_segment_sizes(struct handle *handle) {
-    const struct flat_layout *layout = &handle->layout;
-    ref_set(&handle->segment_sizes, PyList_New(0));
-    if (!handle->segment_sizes)
-        return -1;
-    for (int64_t i = 0; i < layout->num_segments; i++)
-        if (append_size(handle->segment_sizes, layout->segments[i].numel) < 0)
-            return -1;
-    return append_size(handle->segment_sizes, layout->padded_numel - layout->numel);
-}
-
 /* torch refuses a gradient of another dtype unless the leaf says that any will do. */
 static int allow_low_precision_grads(struct handle *handle) {
     if (!handle->keep_low_precision_grads || !handle->low_precision)
@@ -188,7 +177,7 @@ int handle_init_shard(struct handle *handle) {
 }
 
 int handle_lazy_init(struct handle *handle) {
-    if (handle_init_shard(handle) < 0 || init_segment_sizes(handle) < 0 || init_full(handle) < 0)
+    if (handle_init_shard(handle) < 0 || init_full(handle) < 0)
         return -1;
     if (handle_init_likes(handle) < 0 || init_sources(handle) < 0 || init_shard_pieces(handle) < 0)
         return -1;

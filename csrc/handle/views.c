@@ -1,35 +1,16 @@
 /* What the modules' slots show: sharded Parameters, views of the unsharded storage, or full Parameters. */
 #include "handle/handle.h"
+
+#include "handle/handle_ops.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
 /* ---- making views ---- */
 
-/* One piece of the flat parameter in its parameter's shape, outside of autograd. */
-static PyObject *shaped_view(struct handle *handle, PyObject *piece, int64_t param) {
-    PyObject *shape = PyTuple_GetItem(handle->shapes, param), *strides = PyTuple_GetItem(handle->strides, param);
-    PyObject *view = strides == Py_None ? PyObject_CallMethodObjArgs(piece, torch_names.view, shape, NULL)
-                                        : PyObject_CallMethod(piece, "as_strided", "OO", shape, strides);
-    PyObject *data = view ? torch_data(view) : NULL;
-    Py_XDECREF(view);
-    return data;
-}
-
 PyObject *handle_make_views(struct handle *handle, PyObject *full) {
-    PyObject *data = torch_data(full), *pieces = NULL, *views = NULL;
-    if (data)
-        pieces = PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, data, handle->segment_sizes, NULL);
-    if (pieces)
-        views = PyTuple_New(handle->num_params);
-    for (int64_t i = 0; views && i < handle->num_params; i++) {
-        PyObject *piece = PySequence_GetItem(pieces, handle->layout.param_segments[i]);
-        PyObject *view = piece ? shaped_view(handle, piece, i) : NULL;
-        Py_XDECREF(piece);
-        if (!view || PyTuple_SetItem(views, i, view) < 0)
-            Py_CLEAR(views);
-    }
-    Py_XDECREF(data);
-    Py_XDECREF(pieces);
+    PyObject *list = handle_segment_views(handle, full);
+    PyObject *views = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(list);
     return views;
 }
 

@@ -181,7 +181,17 @@ static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
     return none_or_error(handle_set_comm_hook(inside(self), function, state, dtype));
 }
 
+static PyObject *fake_all_gather(PyObject *self, PyObject *group) {
+    return none_or_error(collective_fake_all_gather(&inside(self)->shard_group, group));
+}
+
+static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
+    return none_or_error(collective_fake_reduce_scatter(&inside(self)->shard_group, group));
+}
+
 static PyMethodDef methods[] = {
+    {"fake_all_gather", fake_all_gather, METH_O, NULL},
+    {"fake_reduce_scatter", fake_reduce_scatter, METH_O, NULL},
     {"set_comm_hook", set_comm_hook, METH_VARARGS, NULL},
     {"summon_enter", summon_enter, METH_O, NULL},
     {"summon_exit", summon_exit, METH_NOARGS, NULL},
@@ -238,10 +248,11 @@ static PyObject *get_local_shard(PyObject *self, void *unused) {
 }
 
 static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
-    struct handle *handle = inside(self);
-    PyObject *full = handle->full_is_local ? handle->local_shard : handle->full.tensor;
+    struct handle *handle = ready(self);
     (void)unused;
-    return Py_NewRef(full ? full : Py_None);
+    if (!handle)
+        return NULL;
+    return Py_NewRef(handle->full_is_local ? handle->local_shard : handle->full.tensor);
 }
 
 static PyObject *get_op_id(PyObject *self, void *unused) {
