@@ -80,7 +80,7 @@ def test_extension_links_against_libc_alone(installed: Path) -> None:
     done = call("readelf", "-d", str(installed / "fsdp_c" / "_C.abi3.so"), cwd=installed)
     needed = {line.split("[")[1].split(".so")[0] for line in done.stdout.splitlines() if "(NEEDED)" in line}
     assert needed
-    assert needed <= {"libc", "libm", "libdl", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
+    assert needed <= {"libc", "libm", "libdl", "libpthread", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 
 def test_installed_package_imports(installed: Path) -> None:
@@ -113,3 +113,18 @@ def test_extension_alone_says_to_import_torch_first(installed: Path) -> None:
     done = run_python(code, installed)
     assert done.returncode == 1
     assert last_line(done.stderr).startswith("ImportError: ") and "torch" in last_line(done.stderr)
+
+
+def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) -> None:
+    """One required name in the extension is replaced by one that no libtorch has."""
+    broken = tmp_path / "broken"
+    shutil.copytree(installed, broken)
+    extension = broken / "fsdp_c" / "_C.abi3.so"
+    name, absent = b"aoti_torch_get_storage_offset\0", b"aoti_torch_get_storage_0ffset\0"
+    content = extension.read_bytes()
+    assert name in content
+    extension.write_bytes(content.replace(name, absent))
+    done = run_python("import fsdp_c", broken)
+    assert done.returncode == 1
+    assert last_line(done.stderr).startswith("ImportError: ")
+    assert absent[:-1].decode() in last_line(done.stderr)

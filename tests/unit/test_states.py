@@ -1,0 +1,64 @@
+"""The two state tables: what they refuse names the unit and both states, and nothing changes."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel, _C
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def model():
+    return FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def test_forward_inside_summon_names_the_unit_and_both_states(model):
+    with (
+        FullyShardedDataParallel.summon_full_params(model),
+        pytest.raises(RuntimeError, match=re.escape("illegal transition from SUMMON_FULL_PARAMS to FORWARD")) as error,
+    ):
+        model(torch.randn(2, 4))
+    assert "Linear" in str(error.value) and "rank 0" in str(error.value)
+
+
+def test_a_refused_transition_leaves_the_next_step_intact(model):
+    with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError):
+        model(torch.randn(2, 4))
+    model(torch.randn(2, 4)).sum().backward()
+    assert model._handle.training_state == _C.USE_IDLE
+    assert model._handle.param_state == _C.PARAM_SHARDED
+
+
+def test_unit_state_table_refuses_to_summon_twice(model):
+    model._unit.set_summoning(True)
+    with pytest.raises(
+        RuntimeError, match=re.escape("illegal transition from SUMMON_FULL_PARAMS to SUMMON_FULL_PARAMS")
+    ):
+        model._unit.set_summoning(True)
+    model._unit.set_summoning(False)
+    assert model._unit.training_state == _C.USE_IDLE
+
+
+def test_states_follow_a_step(model):
+    seen = []
+    model.module.register_forward_hook(
+        lambda *_: seen.append((model._handle.training_state, model._handle.param_state, model._unit.training_state))
+    )
+    x = torch.randn(2, 4, requires_grad=True)
+    output = model(x)
+    assert seen == [(_C.USE_FORWARD, _C.PARAM_UNSHARDED, _C.USE_FORWARD)]
+    output.register_hook(lambda _: seen.append((model._handle.training_state, model._handle.param_state)))
+    output.sum().backward()
+    assert seen[1] == (_C.USE_BACKWARD_PRE, _C.PARAM_UNSHARDED)
+    assert (model._handle.training_state, model._handle.param_state) == (_C.USE_IDLE, _C.PARAM_SHARDED)
