@@ -1,10 +1,12 @@
 """Inputs and outputs that are more than plain tensors: the cold paths of a forward, called from C."""
 
+import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn as nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -35,8 +37,9 @@ def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> A
     changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
     if not changed:
         return value
-    result = value.copy() if hasattr(value, "copy") else dict(value)
-    result.update(changed)
+    result = copy.copy(value)  # of the same class, with its attributes
+    for key, new in changed.items():
+        result[key] = new
     return result
 
 
@@ -62,22 +65,43 @@ def convert_inputs(
 
 
 def tensors_of(output: Any) -> list[torch.Tensor]:
-    """All tensors in ``output`` that require grad: in containers, dataclasses, PackedSequences, registered pytrees."""
-    found: list[torch.Tensor] = []
+    """All tensors in ``output`` that require grad, each once.
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
+    Looks into containers, dataclasses, PackedSequences and registered pytrees, and into the attributes of objects of
+    any other class: a tensor that is not found here is computed with parameters that are freed before its backward.
+    """
+    found: dict[int, torch.Tensor] = {}
+    _search(output, found, set(), _ATTRIBUTE_DEPTH)
+    return list(found.values())
 
-    mapped = torch.Tensor | PackedSequence | tuple | list | set | Mapping
-    if isinstance(output, mapped) or dataclasses.is_dataclass(output):
-        _map(note, output)
-    else:
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, torch.Tensor):
-                note(leaf)
-    return found
+
+_ATTRIBUTE_DEPTH = 4
+_OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
+
+
+def _search(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found[id(value)] = value
+    elif not isinstance(value, _OPAQUE) and not callable(value) and id(value) not in seen:
+        seen.add(id(value))
+        children, is_container = _children(value)
+        if is_container or depth > 0:
+            for child in children:
+                _search(child, found, seen, depth if is_container else depth - 1)
+
+
+def _children(value: Any) -> tuple[Iterable[Any], bool]:
+    """What ``value`` holds, and whether it is a container rather than some object with attributes."""
+    if isinstance(value, Mapping):
+        return value.values(), True
+    if isinstance(value, tuple | list | set | frozenset):
+        return value, True
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves, True
+    slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+    return (*getattr(value, "__dict__", {}).values(), *slots), dataclasses.is_dataclass(value)
 
 
 def hook_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]) -> Any:
