@@ -88,6 +88,7 @@ class Handle:
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
+    optimizer_in_backward: bool  # writable: ``step_in_backward()`` is called once the unit's gradients are reduced
     op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
     flat_param: nn.Parameter
     layout: FlatLayout
@@ -109,7 +110,7 @@ class Handle:
     def reshard(self, free_storage: bool, /) -> None:
         """``flat_param`` shows the shard again; ``free_storage`` frees the unsharded storage. A no-op when sharded."""
     def set_comm_hook(
-        self, function: Callable[..., None], state: object, low_precision_dtype: torch.dtype | None, /
+        self, function: Callable[..., None], state: Any, low_precision_dtype: torch.dtype | None, /
     ) -> None:
         """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state, gradient)``.
         With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group
@@ -160,6 +161,11 @@ class Unit:
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and
         propagates."""
+    def unshard(self) -> None:
+        """Start the all-gather ahead of the forward that will use it, and show the whole parameters. Collective. A
+        no-op before lazy init; RuntimeError inside summon_full_params."""
+    def wait_unsharded(self) -> None:
+        """Wait for ``unshard``."""
     def set_summoning(self, summoning: bool, /) -> None:
         """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
 
@@ -170,11 +176,18 @@ class Runtime:
         """Bind the units: units[0] becomes the root, every handle gets its lazy attributes."""
     units: tuple[Unit, ...]
     iteration: int
+    _backward_prefetch_limit: int  # writable, for the clients that write them: units gathered ahead of the current one
+    _forward_prefetch_limit: int
+    def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
+        """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's parameters.
+        In the first iteration across ranks (RuntimeError), later against the first (UserWarning, once)."""
     def final_callback(self) -> None:
         """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any time on a
         root."""
     def release(self) -> None:
         """Reshard and unbind the units, as before lazy init. RuntimeError amid a forward or backward."""
+    def recover(self) -> None:
+        """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
 

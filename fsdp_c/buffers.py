@@ -5,12 +5,16 @@ from collections.abc import Iterable
 import torch
 import torch.nn as nn
 
-from fsdp_c.traversal import clean_name
+from fsdp_c.traversal import Subtree, clean_name, clean_path, joined
 
 
-def original_dtypes(module: nn.Module) -> dict[str, torch.dtype]:
+def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
     """The dtype of every buffer under its name in the user's own model, to which checkpoints cast back."""
-    return {clean_name(name): buffer.dtype for name, buffer in module.named_buffers()}
+    dtypes = {clean_name(name): buffer.dtype for buffer, name in tree.buffers.items()}
+    for unit, path in tree.units.items():
+        inner = unit._buffer_name_to_orig_dtype.items()
+        dtypes.update((joined(clean_path(path), name), dtype) for name, dtype in inner)
+    return dtypes
 
 
 def cast_for_computation(units: Iterable[nn.Module], device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import os
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,28 +12,25 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import _FSDPState
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_c.api import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
-from fsdp_c.traversal import clean_name, is_composable, is_unit, modules_outside_units, units_of
+from fsdp_c.traversal import Subtree, clean_name, is_composable, is_unit, joined
 
 CPU = torch.device("cpu")
 
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # original parameter -> "name of the unit / its name in it"
-_units: WeakIdKeyDictionary = WeakIdKeyDictionary()  # wrapped module -> a weak reference to its unit
+_units: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # wrapped module -> a weak reference to its unit
 
 
 # ---- modules that cannot be wrapped
 
 
-def refuse_foreign_units(module: nn.Module) -> None:
-    """ValueError if ``module`` holds units of torch's own FSDP: one model is run by one implementation."""
-    for path, submodule in module.named_modules():
-        foreign = isinstance(submodule, FSDPModule) or (isinstance(submodule, _FSDPState) and not is_unit(submodule))
-        if foreign:
+def refuse_foreign_units(tree: Subtree) -> None:
+    """ValueError if there are units of torch's own FSDP: one model is run by one implementation."""
+    for submodule, path in tree.modules.items():
+        if isinstance(submodule, (FSDPModule, _FSDPState)):
             where = f"its submodule {path!r}" if path else "it"
             raise ValueError(
-                f"cannot wrap {type(module).__name__}: {where} is already sharded by torch's own FSDP "
+                f"cannot wrap {type(tree.root).__name__}: {where} is already sharded by torch's own FSDP "
                 f"({type(submodule).__name__}). "
                 "Build that part from the plain module with fsdp_c.FullyShardedDataParallel, or wrap the whole model "
                 "with torch's"
@@ -61,7 +58,7 @@ class IgnoredStates(NamedTuple):
 
 
 def resolve_ignored_states(
-    module: nn.Module,
+    tree: Subtree,
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> IgnoredStates:
@@ -72,25 +69,31 @@ def resolve_ignored_states(
     for candidate in modules:
         if is_unit(candidate):
             raise ValueError("ignored_modules should not include FSDP modules: pass the module that the unit wraps")
-    modules += [candidate for candidate in module.modules() if not is_composable(candidate)]
-    subtree = {child for root in modules for child in root.modules() if not is_unit(child)}
-    if module in subtree:
-        warnings.warn(
-            f"the wrapped module {type(module).__name__} itself is ignored, so that all its parameters are; "
-            "leave it out of ignored_modules or do not wrap it",
-            stacklevel=3,
-        )
-    ignored = IgnoredStates(subtree, set(params), set())
-    ignored.params.update(param for child in subtree for param in child.parameters())
-    buffers = {buffer for child in subtree for buffer in child.buffers()}
-    ignored.buffer_names.update(clean_name(name) for name, buffer in module.named_buffers() if buffer in buffers)
-    for unit in units_of(module):
+    modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
+    ignored = IgnoredStates(set(), set(params), set())
+    if modules:
+        _ignore_modules(tree, modules, ignored)
+    for unit in tree.units:
         ignored.modules.update(unit._ignored_modules)
         ignored.params.update(unit._ignored_params)
         ignored.buffer_names.update(unit._ignored_buffer_names)
     flattened = {param for param in ignored.params if is_flattened(param)}
     ignored.params.difference_update(flattened)
     return ignored
+
+
+def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: IgnoredStates) -> None:
+    """Add to ``ignored`` what is in ``modules``, but for the units inside."""
+    ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
+    if tree.root in ignored.modules:
+        warnings.warn(
+            f"the wrapped module {type(tree.root).__name__} itself is ignored, so that all its parameters are; "
+            "leave it out of ignored_modules or do not wrap it",
+            stacklevel=4,
+        )
+    ignored.params.update(param for child in ignored.modules for param in child.parameters())
+    buffers = {buffer for child in ignored.modules for buffer in child.buffers()}
+    ignored.buffer_names.update(clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers)
 
 
 def _split_ignored(modules: Any, states: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
@@ -111,12 +114,12 @@ def _split_ignored(modules: Any, states: Any) -> tuple[list[nn.Module], list[nn.
     raise ValueError(f"{name} expects {expected} elements but got types {types}")
 
 
-def annotate_for_dynamo(module: nn.Module, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
+def annotate_for_dynamo(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
     """Mark the modules whose parameters are views that change from forward to forward."""
-    for submodule in module.modules():
+    marks = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": use_orig_params}
+    for submodule in (*tree.modules, *tree.units):
         if submodule not in ignored_modules:
-            submodule._is_fsdp_managed_module = True
-            submodule._fsdp_use_orig_params = use_orig_params
+            vars(submodule).update(marks)
 
 
 # ---- process groups and strategy
@@ -235,7 +238,7 @@ def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> Shar
     return ShardingStrategy.NO_SHARD
 
 
-def global_rank() -> int:
+def _global_rank() -> int:
     """This process's rank for messages made before its groups are known."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
@@ -250,7 +253,7 @@ def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.devi
 
 
 def predivide_factor(data_parallel_size: int) -> float:
-    """The power of two near the square root by which gradients are divided before they are summed."""
+    """The power of two near the square root by which gradients are divided before they are summed (D-082)."""
     factor = 1
     while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
         factor *= 2
@@ -261,14 +264,13 @@ def predivide_factor(data_parallel_size: int) -> float:
 
 
 def resolve_device(
-    module: nn.Module, ignored_params: set[nn.Parameter], device_id: int | torch.device | None, rank: int
+    tree: Subtree, ignored_params: set[nn.Parameter], device_id: int | torch.device | None
 ) -> torch.device:
     """The device that computes: ``device_id``, else the parameters' own, else the current accelerator, else the CPU."""
     if device_id is not None:
-        return _with_index(
-            device_id if isinstance(device_id, torch.device) else _device_of_index(device_id, rank), rank
-        )
-    found = {param.device for param in _unflattened(module, ignored_params)} - {CPU, torch.device("meta")}
+        return _with_index(device_id if isinstance(device_id, torch.device) else _device_of_index(device_id))
+    params = (param for param in own_params(tree, ignored_params) if not is_flattened(param))
+    found = {param.device for param in params} - {CPU, torch.device("meta")}
     types = sorted({device.type for device in found})
     if len(types) > 1:
         raise RuntimeError(f"FSDP does not support modules with different device types, but got parameters on {types}")
@@ -280,23 +282,21 @@ def resolve_device(
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def _unflattened(module: nn.Module, ignored_params: set[nn.Parameter]) -> Iterator[nn.Parameter]:
-    return (param for param in module.parameters() if param not in ignored_params and not is_flattened(param))
-
-
-def _device_of_index(device_id: int | str, rank: int) -> torch.device:
+def _device_of_index(device_id: int | str) -> torch.device:
     try:
         return torch.device(device_id)
     except RuntimeError as error:
         raise RuntimeError(
-            f"device_id={device_id!r} on rank {rank} names no device here ({error}); leave it out to run on the CPU"
+            f"device_id={device_id!r} on rank {_global_rank()} names no device here ({error}); leave it out to run on "
+            "the CPU"
         ) from error
 
 
-def _with_index(device: torch.device, rank: int) -> torch.device:
+def _with_index(device: torch.device) -> torch.device:
     """``device`` with an explicit index; the CPU, whose index says nothing, without one."""
     if device.type == "cpu":
         return CPU
+    rank = _global_rank()
     try:
         backend = torch.get_device_module(device)
     except RuntimeError as error:
@@ -318,26 +318,28 @@ def _with_index(device: torch.device, rank: int) -> torch.device:
 
 
 def check_single_device(
-    params: dict[nn.Parameter, str], device_id: int | torch.device | None, unit: str, rank: int
+    tree: Subtree, params: Collection[nn.Parameter], device_id: int | torch.device | None, unit: str, rank: int
 ) -> None:
     """RuntimeError unless ``params`` are on one device, or partly on the CPU with a ``device_id`` to go to."""
     devices = {param.device for param in params}
     if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
         return
-    examples = {str(param.device): name for param, name in params.items()}
+    examples = {str(param.device): tree.param_name(param) for param in params}
     found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
     if len(devices) == 2 and CPU in devices:
         raise RuntimeError(f"{unit} on rank {rank} has parameters on CPU and on a device ({found}): pass device_id")
     raise RuntimeError(f"FSDP supports only single device modules, but {unit} on rank {rank} has {found}")
 
 
-def check_compute_device(params: dict[nn.Parameter, str], compute_device: torch.device, unit: str, rank: int) -> None:
+def check_compute_device(
+    tree: Subtree, params: Collection[nn.Parameter], compute_device: torch.device, unit: str, rank: int
+) -> None:
     """ValueError if parameters are on another accelerator than the one that ``device_id`` names."""
-    for param, name in params.items():
+    for param in params:
         if param.device not in (compute_device, CPU):
             raise ValueError(
-                f"inconsistent compute device and device_id on rank {rank}: {name!r} of {unit} is on {param.device}, "
-                f"device_id says {compute_device}; move the module or pass its device"
+                f"inconsistent compute device and device_id on rank {rank}: {tree.param_name(param)!r} of {unit} is on "
+                f"{param.device}, device_id says {compute_device}; move the module or pass its device"
             )
 
 
@@ -349,44 +351,47 @@ def is_flattened(param: torch.Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-def own_params(module: nn.Module, ignored_params: set[nn.Parameter]) -> dict[nn.Parameter, str]:
-    """The parameters for a unit around ``module`` to own, in order: not ignored, in no inner unit. With their names."""
-    params: dict[nn.Parameter, str] = {}
-    for path, submodule in modules_outside_units(module):
-        for name, param in submodule.named_parameters(prefix=path, recurse=False):
-            if param not in ignored_params:
-                params.setdefault(param, clean_name(name))
-    return params
+def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters for a unit to own, in order: not ignored, in no inner unit."""
+    return [param for param in tree.params if param not in ignored_params] if ignored_params else list(tree.params)
 
 
-def check_params(params: dict[nn.Parameter, str], unit: str) -> None:
+def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
     """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already."""
-    for param, name in params.items():
+    for param in params:
         if param.dim() == 0:
             raise ValueError(
-                f"FSDP doesn't support scalar parameters: change {name!r} of {unit} to a 1-D tensor of one element"
+                f"FSDP doesn't support scalar parameters: change {tree.param_name(param)!r} of {unit} to a 1-D tensor "
+                "of one element"
             )
-        if param in _owners or is_flattened(param):
-            owner = _owners.get(param, "the flat parameter of another unit")
+        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
+        if owner is not None or is_flattened(param):
+            where = "the flat parameter of another unit"
+            if owner is not None:
+                fqn, other = owner
+                where = f"{clean_name(fqn)!r} of {other}"
             raise ValueError(
-                f"{name!r} of {unit} is the same parameter as {owner}, and one parameter belongs to one unit: wrap the "
-                "module that contains both and neither of the two, or pass one of them in ignored_states"
+                f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter belongs to "
+                "one unit: wrap the module that contains both and neither of the two, or pass one of them in "
+                "ignored_states"
             )
 
 
-def claim_params(params: dict[nn.Parameter, str], unit: str) -> None:
-    """Remember which unit owns the parameters, for the error of the next unit that would."""
-    for param, name in params.items():
-        _owners[param] = f"{name!r} of {unit}"
+def claim_params(params: Iterable[nn.Parameter], fqns: Iterable[str], unit: str) -> None:
+    """Note on the parameters which unit owns them, for the error of the next unit that would."""
+    for param, fqn in zip(params, fqns, strict=True):
+        param._fsdp_owner = (fqn, unit)  # type: ignore[attr-defined]
 
 
-def check_all_flattened(module: nn.Module, ignored_params: set[nn.Parameter], unit: str) -> None:
-    """RuntimeError if a parameter in ``module`` is left that neither a unit owns nor the user ignores."""
-    for name, param in module.named_parameters():
-        if param not in ignored_params and not is_flattened(param):
-            raise RuntimeError(
-                f"found an unflattened parameter {clean_name(name)!r} of shape {tuple(param.shape)} in {unit}"
-            )
+def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: str) -> None:
+    """RuntimeError if a parameter is left that neither a unit owns nor the user ignores."""
+    for submodule, path in tree.modules.items():
+        for name, param in submodule._parameters.items():
+            if param is not None and param not in ignored_params and not is_flattened(param):
+                raise RuntimeError(
+                    f"found an unflattened parameter {clean_name(joined(path, name))!r} of shape {tuple(param.shape)} "
+                    f"in {unit}"
+                )
 
 
 # ---- wrapped modules

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
 from fsdp_c import _C
+from fsdp_c.construction import predivide_factor
+from fsdp_c.traversal import ParamInfo, Subtree, joined, unwrapped
 
 __all__ = [
     "FlatParamHandle",
@@ -30,14 +31,6 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT_NBYTES = 16
 PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor
-
-
-class ParamInfo(NamedTuple):
-    """One parameter: its name in ``module``, and that module's name in the wrapped module."""
-
-    param_name: str
-    module: nn.Module
-    module_name: str
 
 
 class SharedParamInfo(NamedTuple):
@@ -92,53 +85,41 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         return cast("FlatParameter", param)
 
 
-def _is_truly_contiguous(tensor: torch.Tensor) -> bool:
+def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
     """Contiguous, and not only because a dimension of size 1 makes any stride count as such (C-020)."""
-    return (tensor.dim() == 0 or tensor.stride(-1) == 1) and tensor.is_contiguous()
+    return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
 def _memory_order(param: torch.Tensor) -> torch.Tensor:
     """The elements of ``param`` in the order they have in memory, 1-D, without a copy."""
     data = param.detach()
-    return data.view(-1) if _is_truly_contiguous(data) else data.as_strided((data.numel(),), (1,))
+    return data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
 
 
 class _Occurrences:
-    """Every place in the module where one of the parameters stands, in flatten order (C-010)."""
+    """Every place in the tree where one of the parameters stands, in flatten order (C-010)."""
 
-    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, tree: Subtree, params: Sequence[nn.Parameter]) -> None:
         wanted = {id(param) for param in params}
-        first: dict[int, tuple[int, ParamInfo]] = {}
-        self.params: list[nn.Parameter] = []
-        self.infos: list[ParamInfo] = []
-        self.shared: list[tuple[int, SharedParamInfo]] = []
-        for module_name, submodule in module.named_modules(remove_duplicate=False):
-            for name, param in submodule._parameters.items():
-                if param is None or id(param) not in wanted:
-                    continue
-                if id(param) in first:
-                    index, info = first[id(param)]
-                    shared = SharedParamInfo(
-                        name, submodule, module_name, info.param_name, info.module, info.module_name
-                    )
-                    self.shared.append((index, shared))
-                    continue
-                info = ParamInfo(name, submodule, module_name)
-                first[id(param)] = (len(self.params), info)
-                self.params.append(param)
-                self.infos.append(info)
+        places = tree.params
+        self.params = [param for param in places if id(param) in wanted]
         if not self.params:
-            raise ValueError(f"none of the {len(params)} `params` was found in the tree of {type(module).__name__}")
+            raise ValueError(f"none of the {len(params)} `params` was found in the tree of {type(tree.root).__name__}")
+        self.infos = [places[param] for param in self.params]
+        self.fqns = [joined(info.module_name, info.param_name) for info in self.infos]
+        self.shared: list[tuple[int, SharedParamInfo]] = []
+        for param, info in tree.shared_params:
+            if id(param) in wanted:
+                self.shared.append((self.infos.index(places[param]), SharedParamInfo(*info, *places[param])))
 
     def slots(self) -> list[tuple[int, nn.Module, str]]:
         own = [(index, info.module, info.param_name) for index, info in enumerate(self.infos)]
         return own + [(index, info.module, info.param_name) for index, info in self.shared]
 
 
-def _check_params(params: Sequence[nn.Parameter], infos: Sequence[ParamInfo], use_orig_params: bool) -> None:
+def _check_params(params: Sequence[nn.Parameter], fqns: Sequence[str], use_orig_params: bool) -> None:
     """Raise ValueError, naming the parameters, unless they can live in one flat parameter (C-011)."""
-    fqns = [_fqn(info) for info in infos]
-    first = params[0]
+    dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
     for fqn, param in zip(fqns, params, strict=True):
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
@@ -146,16 +127,16 @@ def _check_params(params: Sequence[nn.Parameter], infos: Sequence[ParamInfo], us
             raise ValueError(
                 f"Cannot flatten integer dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states."
             )
-        if param.dtype != first.dtype:
+        if param.dtype != dtype:
             raise ValueError(
-                f"Must flatten tensors with uniform dtype but got {first.dtype} ({fqns[0]}) and {param.dtype} ({fqn}). "
+                f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} ({fqn}). "
                 "Cast the module to one dtype, or wrap the modules of the other dtype as units of their own."
             )
-        if param.device != first.device:
+        if param.device != device:
             raise ValueError(
-                f"Must flatten tensors on the same device but got {first.device} ({fqns[0]}) and {param.device} ({fqn})"
+                f"Must flatten tensors on the same device but got {device} ({fqns[0]}) and {param.device} ({fqn})"
             )
-        if not use_orig_params and param.requires_grad != first.requires_grad:
+        if not use_orig_params and param.requires_grad != requires_grad:
             trainable = [name for name, p in zip(fqns, params, strict=True) if p.requires_grad]
             frozen = [name for name, p in zip(fqns, params, strict=True) if not p.requires_grad]
             raise ValueError(
@@ -164,16 +145,12 @@ def _check_params(params: Sequence[nn.Parameter], infos: Sequence[ParamInfo], us
             )
 
 
-def _fqn(info: ParamInfo) -> str:
-    return f"{info.module_name}.{info.param_name}" if info.module_name else info.param_name
-
-
 class FlatParamHandle(_C.Handle):
     """One flat parameter: built here, run in C.
 
     Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is
-    the group over which a hybrid strategy reduces its shards' gradients. Raises ValueError for parameters that do not
-    fit into one flat parameter.
+    the group over which a hybrid strategy reduces its shards' gradients, ``tree`` what a walk over the module has
+    found already. Raises ValueError for parameters that do not fit into one flat parameter.
     """
 
     def __init__(
@@ -191,12 +168,12 @@ class FlatParamHandle(_C.Handle):
         *,
         fsdp_extension: Any = None,
         replicate_group: dist.ProcessGroup | None = None,
+        tree: Subtree | None = None,
     ) -> None:
-        params = list(params)
         if not params:
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
-        found = _Occurrences(fully_sharded_module, params)
-        _check_params(found.params, found.infos, use_orig_params)
+        found = _Occurrences(tree or Subtree(fully_sharded_module), params)
+        _check_params(found.params, found.fqns, use_orig_params)
         self._fully_sharded_module = fully_sharded_module
         self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
         self.uses_sharded_strategy = self._sharding_strategy != HandleShardingStrategy.NO_SHARD
@@ -222,16 +199,14 @@ class FlatParamHandle(_C.Handle):
             self.rank,
             self.uses_sharded_strategy,
         )
-        contiguities = [_is_truly_contiguous(param) for param in found.params]
         shapes = [param.shape for param in found.params]
         strides = [param.stride() for param in found.params]
+        contiguities = [_is_truly_contiguous(*each) for each in zip(found.params, strides, strict=True)]
         requires_grad = any(param.requires_grad for param in found.params)
-        with torch.no_grad():
-            flat_param = FlatParameter(_own_part(found.params, layout), requires_grad)
+        flat_param = FlatParameter(_own_part(found.params, layout), requires_grad)
         _describe(flat_param, found, layout, shapes, strides, contiguities, use_orig_params)
-        owner = getattr(fully_sharded_module, _CHECKPOINT_WRAPPED_MODULE, fully_sharded_module)
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
-        predivide = _predivide_factor(data_parallel_size)
+        predivide = predivide_factor(data_parallel_size)
         super().__init__(
             layout=layout,
             flat_param=flat_param,
@@ -247,7 +222,7 @@ class FlatParamHandle(_C.Handle):
             param_dtype=mp_param_dtype,
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
             name=type(fully_sharded_module).__name__,
-            flat_param_owner=owner._parameters,
+            flat_param_owner=unwrapped(fully_sharded_module)._parameters,
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,
@@ -276,6 +251,21 @@ class FlatParamHandle(_C.Handle):
     def point_params_at_shard(self) -> None:
         """Follow the flat parameter to new data, another dtype or another device."""
         self.shard()
+
+    @property
+    def _has_optim_in_backward(self) -> bool:
+        """True when the user has attached an optimizer to an original parameter (_apply_optimizer_in_backward)."""
+        return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
+
+    def step_in_backward(self) -> None:
+        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced (D-089)."""
+        for param in self.flat_param._params:
+            optimizers = getattr(param, "_in_backward_optimizers", None)
+            if param.grad is None or not optimizers:
+                continue
+            for optimizer in optimizers:
+                optimizer.step()
+            param.grad = None
 
     @property
     def _fqns_in_shard(self) -> list[str]:
@@ -363,14 +353,6 @@ def _warn_skip_writeback_check() -> None:
     )
 
 
-def _predivide_factor(world_size: int) -> float:
-    """About the square root of the world size, a power of two: part before, part after the reduction (D-082)."""
-    factor = 1
-    while world_size % factor == 0 and world_size / factor > factor:
-        factor *= 2
-    return float(factor)
-
-
 def _own_part(params: Sequence[nn.Parameter], layout: _C.FlatLayout) -> torch.Tensor:
     """This rank's part of the flattened parameters: only it is ever written, never the whole."""
     shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
@@ -381,22 +363,31 @@ def _own_part(params: Sequence[nn.Parameter], layout: _C.FlatLayout) -> torch.Te
     for param, (in_shard, offset, numel, offset_in_param) in zip(params, ranges, strict=True):
         if not in_shard or numel == 0:
             continue
-        shard[end:offset].fill_(PADDING_VALUE)
-        shard[offset : offset + numel].copy_(_memory_order(param)[offset_in_param : offset_in_param + numel])
+        _fill(shard, end, offset, PADDING_VALUE)
+        shard.narrow(0, offset, numel).copy_(_memory_order(param).narrow(0, offset_in_param, numel))
         end = offset + numel
-    shard[end : layout.shard_numel_valid].fill_(PADDING_VALUE)
-    shard[layout.shard_numel_valid :].zero_()
+    _fill(shard, end, layout.shard_numel_valid, PADDING_VALUE)
+    _fill(shard, layout.shard_numel_valid, layout.shard_numel, 0.0)
     return shard
+
+
+def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
+    if start < end:
+        shard.narrow(0, start, end - start).fill_(value)
 
 
 def _whole_ranges(layout: _C.FlatLayout) -> list[tuple[bool, int, int, int]]:
     return [(True, offset, numel, 0) for offset, numel in zip(layout.param_offsets, layout.param_numels, strict=True)]
 
 
-def _shard_param_info(in_shard: bool, offset: int, numel: int, offset_in_param: int) -> ShardParamInfo:
-    if not in_shard:
-        return ShardParamInfo(False, None, None, None, None)
-    return ShardParamInfo(True, offset, numel, offset_in_param, offset_in_param + numel - 1)
+_NOT_IN_SHARD = ShardParamInfo(False, None, None, None, None)
+
+
+def _shard_param_infos(layout: _C.FlatLayout) -> tuple[ShardParamInfo, ...]:
+    return tuple(
+        ShardParamInfo(True, offset, numel, start, start + numel - 1) if in_shard else _NOT_IN_SHARD
+        for in_shard, offset, numel, start in layout.shard_ranges()
+    )
 
 
 def _describe(
@@ -409,26 +400,30 @@ def _describe(
     use_orig_params: bool,
 ) -> None:
     """Give ``flat_param`` the attributes outside code reads (B-010 to B-034)."""
-    flat_param._num_params = len(found.params)
-    flat_param._param_infos = found.infos
-    flat_param._shapes = shapes
-    flat_param._strides = strides
-    flat_param._contiguities = contiguities
-    flat_param._fqns = [_fqn(info) for info in found.infos]
-    flat_param._param_extensions = [None] * len(found.params)
-    flat_param._numels = layout.param_numels
-    flat_param._numels_with_padding = layout.numels_with_padding
-    flat_param._is_padding_mask = list(layout.is_padding_mask)
-    flat_param._shared_param_infos = tuple(info for _, info in found.shared)
-    flat_param._modules = {info.module for info in (*found.infos, *flat_param._shared_param_infos)}
-    flat_param._unpadded_unsharded_size = torch.Size((layout.numel,))
-    flat_param._sharded_size = torch.Size((layout.shard_numel,))
-    flat_param._shard_numel_padded = layout.shard_numel_padded
-    flat_param._shard_param_infos = tuple(_shard_param_info(*entry) for entry in layout.shard_ranges())
-    flat_param._params = found.params if use_orig_params else None
-    flat_param._shared_params = [found.params[index] for index, _ in found.shared] if use_orig_params else None
-    flat_param._is_grad_none_mask = [False] * len(found.params) if use_orig_params else None
-    flat_param._post_backward_called = False
-    flat_param._fsdp_flattened = True
+    num_params = len(found.params)
+    shared_infos = tuple(info for _, info in found.shared)
+    vars(flat_param).update(
+        _num_params=num_params,
+        _param_infos=found.infos,
+        _shapes=shapes,
+        _strides=strides,
+        _contiguities=contiguities,
+        _fqns=found.fqns,
+        _param_extensions=[None] * num_params,
+        _numels=layout.param_numels,
+        _numels_with_padding=layout.numels_with_padding,
+        _is_padding_mask=list(layout.is_padding_mask),
+        _shared_param_infos=shared_infos,
+        _modules={info.module for info in (*found.infos, *shared_infos)},
+        _unpadded_unsharded_size=torch.Size((layout.numel,)),
+        _sharded_size=torch.Size((layout.shard_numel,)),
+        _shard_numel_padded=layout.shard_numel_padded,
+        _shard_param_infos=_shard_param_infos(layout),
+        _params=found.params if use_orig_params else None,
+        _shared_params=[found.params[index] for index, _ in found.shared] if use_orig_params else None,
+        _is_grad_none_mask=[False] * num_params if use_orig_params else None,
+        _post_backward_called=False,
+        _fsdp_flattened=True,
+    )
     for param in found.params if use_orig_params else ():
         param._fsdp_flattened = True  # type: ignore[attr-defined]

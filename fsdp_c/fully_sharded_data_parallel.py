@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
@@ -35,7 +34,16 @@ from fsdp_c.api import (
     TrainingState,
 )
 from fsdp_c.flat_param import FlatParameter, FlatParamHandle
-from fsdp_c.traversal import FLAT_PARAM, WRAPPED_MODULE, WRAPPED_PREFIX, clean_path, units_of, units_with_paths
+from fsdp_c.traversal import (
+    FLAT_PARAM,
+    WRAPPED_MODULE,
+    WRAPPED_PREFIX,
+    Subtree,
+    clean_path,
+    units_of,
+    units_with_paths,
+    unwrapped,
+)
 from fsdp_c.wrap import Policy, auto_wrap, unit_name
 
 __all__ = [
@@ -63,11 +71,24 @@ _HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_pre
 
 
 class PrefetchLimits:
-    """How many units are prefetched ahead. Clients read and write it; the runtime prefetches one whatever it says."""
+    """How many units are gathered ahead, which clients write. From lazy initialisation on the runtime stands here."""
 
     def __init__(self) -> None:
         self._backward_prefetch_limit = 1
         self._forward_prefetch_limit = 1
+
+
+class UnshardWork:
+    """An all-gather that ``_unshard(async_op=True)`` has started."""
+
+    def __init__(self, unit: _C.Unit) -> None:
+        self._unit: _C.Unit | None = unit
+
+    def wait(self) -> None:
+        """Wait for the parameters; once is enough."""
+        if self._unit is not None:
+            self._unit.wait_unsharded()
+            self._unit = None
 
 
 class FullyShardedDataParallel(nn.Module, _FSDPState):
@@ -129,13 +150,12 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        construction.refuse_foreign_units(module)
+        tree = Subtree(module)
+        construction.refuse_foreign_units(tree)
         construction.warn_of_container(module)
-        ignored = construction.resolve_ignored_states(module, ignored_modules, ignored_states)
-        self._ignored_modules, self._ignored_params, self._ignored_buffer_names = ignored
-        device = construction.resolve_device(module, ignored.params, device_id, construction.global_rank())
-        construction.annotate_for_dynamo(module, ignored.modules, use_orig_params)
-        self._device_mesh = device_mesh
+        ignored = construction.resolve_ignored_states(tree, ignored_modules, ignored_states)
+        device = construction.resolve_device(tree, ignored.params, device_id)
+        construction.annotate_for_dynamo(tree, ignored.modules, use_orig_params)
         groups = construction.resolve_process_groups(
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
@@ -155,25 +175,33 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
                 "ignored_states": ignored.params,
                 "device_mesh": device_mesh,
             }
-            auto_wrap(module, auto_wrap_policy, ignored.modules, ignored.params, root_kwargs, FullyShardedDataParallel)
+            auto_wrap(tree, auto_wrap_policy, ignored.modules, ignored.params, root_kwargs, FullyShardedDataParallel)
+            tree = Subtree(module)
         self._init_groups(groups)
-        self.sharding_strategy = construction.resolve_strategy(sharding_strategy, self.world_size)
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
-        self.limit_all_gathers = limit_all_gathers
-        self._use_orig_params = use_orig_params
-        self._init_state(module)
-        self._fsdp_extension = construction.tensor_parallel_extension(device_mesh, device)
-        params = self._materialize(module, device, device_id, param_init_fn)
+        name = unit_name(module)
+        vars(self).update(
+            _ignored_modules=ignored.modules,
+            _ignored_params=ignored.params,
+            _ignored_buffer_names=ignored.buffer_names,
+            _device_mesh=device_mesh,
+            sharding_strategy=construction.resolve_strategy(sharding_strategy, self.world_size),
+            mixed_precision=mixed_precision or MixedPrecision(),
+            cpu_offload=cpu_offload or CPUOffload(),
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            _use_orig_params=use_orig_params,
+            _fsdp_extension=construction.tensor_parallel_extension(device_mesh, device),
+        )
+        self._init_state(tree)
+        tree, params = self._materialize(tree, name, device, device_id, param_init_fn)
         if sync_module_states:
             materialization.sync_states(module, params, [group for group in reversed(groups) if group is not None])
-        handle = self._flatten(module, params, groups) if params else None
-        self._unit = _C.Unit(
+        handle = self._flatten(tree, name, params, groups) if params else None
+        vars(self)["_unit"] = _C.Unit(
             self,
             handle,
-            name=unit_name(module),
+            name=name,
             param_dtype=self.mixed_precision.param_dtype,
             cast_forward_inputs=self.mixed_precision.cast_forward_inputs,
             cast_root_forward_inputs=self.mixed_precision.cast_root_forward_inputs,
@@ -181,74 +209,83 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
         )
-        for inner in units_of(module):
-            inner._enclosing = weakref.ref(self)
+        for inner in tree.units:
+            vars(inner)["_enclosing"] = weakref.ref(self)
         self._fsdp_wrapped_module = module
-        construction.claim_module(self.module, self)
+        construction.claim_module(unwrapped(module), self)
         if handle is not None:
             self._fully_sharded_module_to_handle[module] = handle
         if not use_orig_params:
-            construction.check_all_flattened(module, ignored.params, unit_name(module))
+            construction.check_all_flattened(tree, ignored.params, name)
             _register_flat_param(self)
         state_dict.register_hooks(self)
 
     # ---- construction
 
     def _init_groups(self, groups: construction.ProcessGroups) -> None:
-        self.process_group = groups.shard
+        data_parallel_size = groups.data_parallel_size
+        predivide = construction.predivide_factor(data_parallel_size)
+        vars(self).update(
+            process_group=groups.shard,
+            rank=groups.shard.rank(),
+            world_size=groups.shard.size(),
+            _gradient_predivide_factor=predivide,
+            _gradient_postdivide_factor=data_parallel_size / predivide,
+        )
         if groups.replicate is not None:
             self._inter_node_pg = groups.replicate
-        self.rank = groups.shard.rank()
-        self.world_size = groups.shard.size()
-        self._gradient_predivide_factor = construction.predivide_factor(groups.data_parallel_size)
-        self._gradient_postdivide_factor = groups.data_parallel_size / self._gradient_predivide_factor
 
-    def _init_state(self, module: nn.Module) -> None:
+    def _init_state(self, tree: Subtree) -> None:
         """What clients read, as it is before the first step."""
-        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
-        self._debug_level = dist.get_debug_level()
-        self._exec_order_data = PrefetchLimits()
-        self._fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle] = {}
-        self._comm_hook: Callable[..., Any] | None = None
-        self._comm_hook_state: Any = None
-        self._buffer_name_to_orig_dtype = buffers.original_dtypes(module)
-        self._buffer_names = set(self._buffer_name_to_orig_dtype)
-        self._state_dict_type = StateDictType.FULL_STATE_DICT
-        self._state_dict_config: StateDictConfig = FullStateDictConfig()
-        self._optim_state_dict_config: OptimStateDictConfig = FullOptimStateDictConfig()
-        self._enclosing: weakref.ref[FullyShardedDataParallel] | None = None
+        buffer_dtypes = buffers.original_dtypes(tree)
+        vars(self).update(
+            _use_full_prec_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
+            _debug_level=dist.get_debug_level(),
+            _exec_order_data=PrefetchLimits(),
+            _fully_sharded_module_to_handle={},
+            _comm_hook=None,
+            _comm_hook_state=None,
+            _buffer_name_to_orig_dtype=buffer_dtypes,
+            _buffer_names=set(buffer_dtypes),
+            _state_dict_type=StateDictType.FULL_STATE_DICT,
+            _state_dict_config=FullStateDictConfig(),
+            _optim_state_dict_config=FullOptimStateDictConfig(),
+            _enclosing=None,
+        )
 
     def _materialize(
         self,
-        module: nn.Module,
+        tree: Subtree,
+        name: str,
         device: torch.device,
         device_id: int | torch.device | None,
         param_init_fn: Callable[[nn.Module], None] | None,
-    ) -> dict[nn.Parameter, str]:
-        """Bring the module's own tensors to life and to the compute device, which this sets. Returns its parameters."""
-        ignored_modules, ignored_params, name = self._ignored_modules, self._ignored_params, unit_name(module)
-        params = construction.own_params(module, ignored_params)
-        construction.check_params(params, name)
-        construction.check_single_device(params, device_id, name, self.rank)
-        materialization.materialize(module, ignored_modules, ignored_params, param_init_fn, device)
-        params = construction.own_params(module, ignored_params)
+    ) -> tuple[Subtree, list[nn.Parameter]]:
+        """Bring the module's own tensors to life and to the compute device, which this sets.
+
+        Returns the tree as it is then and the unit's own parameters.
+        """
+        ignored_modules, ignored_params = self._ignored_modules, self._ignored_params
+        params = construction.own_params(tree, ignored_params)
+        construction.check_params(tree, params, name)
+        construction.check_single_device(tree, params, device_id, name, self.rank)
+        tree, params = materialization.materialize(tree, params, ignored_modules, ignored_params, param_init_fn, device)
         if device_id is not None:
-            materialization.move_to_device(module, ignored_modules, ignored_params, device)
+            materialization.move_to_device(tree, params, ignored_modules, device)
         else:
             materialization.warn_of_cpu_initialization(params, device)
             device = next((param.device for param in params if param.device.type != "cpu"), device)
-        construction.check_compute_device(params, device, name, self.rank)
-        self.compute_device = device
-        self._device_handle = torch.get_device_module(device)
-        return params
+        construction.check_compute_device(tree, params, device, name, self.rank)
+        vars(self).update(compute_device=device, _device_handle=torch.get_device_module(device))
+        return tree, params
 
     def _flatten(
-        self, module: nn.Module, params: dict[nn.Parameter, str], groups: construction.ProcessGroups
+        self, tree: Subtree, name: str, params: list[nn.Parameter], groups: construction.ProcessGroups
     ) -> FlatParamHandle:
         """Flatten ``params`` and keep this rank's share."""
         handle = FlatParamHandle(
-            list(params),
-            module,
+            params,
+            tree.root,
             self.compute_device,
             self.sharding_strategy,
             self.cpu_offload.offload_params,
@@ -259,10 +296,11 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             self._use_orig_params,
             fsdp_extension=self._fsdp_extension,
             replicate_group=groups.replicate,
+            tree=tree,
         )
-        handle.name = unit_name(module)
+        handle.name = name
         handle.shard()
-        construction.claim_params(params, handle.name)
+        construction.claim_params(params, handle.flat_param._fqns, name)
         return handle
 
     # ---- the step
@@ -277,8 +315,12 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the units do not fit each
         other or have moved from their device.
         """
-        if self._unit.is_root is not None:
-            return
+        if self._unit.is_root is None:
+            # tensors that later steps write must not be inference tensors, whatever the first forward runs under
+            with torch.inference_mode(False), torch.no_grad():
+                self._init_tree()
+
+    def _init_tree(self) -> None:
         units = units_with_paths(self)
         for path, unit in units:
             _check_ready(unit, clean_path(path) or type(self.module).__name__, is_root=unit is self)
@@ -288,8 +330,15 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         buffers.cast_for_computation(members, self.compute_device)
         for unit in members:  # inner units of a tree that this one is wrapped around, or was taken out of
             unit._reset_lazy_init()
-        _C.Runtime([unit._unit for unit in members])
+            if unit._handle is not None:
+                unit._handle.optimizer_in_backward = unit._handle._has_optim_in_backward
+        runtime = _C.Runtime([unit._unit for unit in members])
+        runtime._backward_prefetch_limit = self._exec_order_data._backward_prefetch_limit
+        runtime._forward_prefetch_limit = self._exec_order_data._forward_prefetch_limit
+        if self._debug_level == dist.DebugLevel.DETAIL:
+            runtime.check_order([_param_names(*unit) for unit in units], self.process_group, self.compute_device)
         for unit in members:
+            unit._exec_order_data = runtime
             if unit._handle is not None:
                 unit._handle.describe_storage()
 
@@ -297,6 +346,21 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         """Forget who the root of this unit's tree is; the next forward decides anew."""
         if self._unit.runtime is not None:
             self._unit.runtime.release()
+
+    def _unshard(self, async_op: bool = False) -> UnshardWork | None:
+        """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
+
+        With ``async_op`` returns what to wait for before they are read. The next optimizer step must come after that
+        forward: what is gathered here is not gathered again.
+        """
+        root = self if self._enclosing is None else self._enclosing() or self
+        (root if self._unit.runtime is None else self)._lazy_init()
+        self._unit.unshard()
+        work = UnshardWork(self._unit)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -331,6 +395,8 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         Collective: every rank calls it. Returns the 0-dim total norm before clipping.
         Raises RuntimeError on an instance that is not the root, ValueError inside a step.
         """
+        if not self.check_is_root():  # asked first: initialising an inner unit would make it a root
+            raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
         return grad_clipping.clip_grad_norm_(self, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
@@ -369,10 +435,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without a checkpoint wrapper directly around it."""
-        wrapped = self._fsdp_wrapped_module
-        if isinstance(wrapped, ActivationWrapper):
-            return getattr(wrapped, _CHECKPOINT_WRAPPED_MODULE)
-        return wrapped
+        return unwrapped(self._fsdp_wrapped_module)
 
     @property
     def _handle(self) -> FlatParamHandle | None:
@@ -441,6 +504,8 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """ValueError unless the unit is in the given state, or in one of them."""
+        if self._unit.runtime is not None:
+            self._unit.runtime.recover()
         expected = [state] if isinstance(state, TrainingState) else state
         if self.training_state not in expected:
             raise ValueError(
@@ -594,6 +659,12 @@ def _check_homogeneous(setting: str, units: list[tuple[str, FullyShardedDataPara
     if len(values) > 1:
         found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
         raise ValueError(f"Expects one homogeneous value for {setting} but got {found}")
+
+
+def _param_names(path: str, unit: FullyShardedDataParallel) -> list[str]:
+    """The names of the unit's parameters from the root, to which ``path`` leads the way."""
+    prefix = f"{clean_path(path)}." if clean_path(path) else ""
+    return [] if unit._handle is None else [prefix + fqn for fqn in unit._handle.flat_param._fqns]
 
 
 # ---- the flat parameter's place in the module

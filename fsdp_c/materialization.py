@@ -11,22 +11,26 @@ from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c.construction import CPU, own_params
-from fsdp_c.traversal import is_unit
+from fsdp_c.traversal import Subtree, is_unit
 
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 
 
 def materialize(
-    module: nn.Module,
+    tree: Subtree,
+    params: list[nn.Parameter],
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     param_init_fn: Callable[[nn.Module], None] | None,
     device: torch.device,
-) -> None:
-    """Give values to a module on the meta device: by ``param_init_fn`` on each submodule, or ``reset_parameters()``."""
-    if not _has_meta_tensors(module, ignored_modules, ignored_params):
-        return
-    targets = list(_modules_to_materialize(module, ignored_modules))
+) -> tuple[Subtree, list[nn.Parameter]]:
+    """Give values to a module on the meta device: by ``param_init_fn`` on each submodule, or ``reset_parameters()``.
+
+    ``params`` are those the unit will own. Returns the tree and them as they are then.
+    """
+    if not any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored_modules))):
+        return tree, params
+    targets = list(_modules_to_materialize(tree.root, ignored_modules))
     if param_init_fn is None:
         _reset_parameters(targets, device)
     elif callable(param_init_fn):
@@ -34,16 +38,18 @@ def materialize(
             param_init_fn(target)
     else:
         raise ValueError(f"expected param_init_fn to be callable but got {type(param_init_fn).__name__}")
-    for param, name in own_params(module, ignored_params).items():
+    tree = Subtree(tree.root)
+    params = own_params(tree, ignored_params)
+    for param in params:
         if param.is_meta:
-            raise ValueError(f"{name!r} is still on the meta device after its initialisation")
+            raise ValueError(f"{tree.param_name(param)!r} is still on the meta device after its initialisation")
+    return tree, params
 
 
-def _has_meta_tensors(module: nn.Module, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]) -> bool:
-    if any(param.is_meta for param in own_params(module, ignored_params)):
-        return True
-    kept = (submodule for submodule in module.modules() if submodule not in ignored_modules)
-    return any(buffer.is_meta for submodule in kept for buffer in submodule.buffers(recurse=False))
+def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:
+    """The buffers outside inner units that no ignored module holds."""
+    ignored = {buffer for module in ignored_modules for buffer in module.buffers(recurse=False)}
+    return [buffer for buffer in tree.buffers if buffer not in ignored]
 
 
 def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) -> Iterator[nn.Module]:
@@ -79,23 +85,18 @@ def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> Non
 
 
 def move_to_device(
-    module: nn.Module, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter], device: torch.device
+    tree: Subtree, params: Iterable[nn.Parameter], ignored_modules: set[nn.Module], device: torch.device
 ) -> None:
-    """Move what is on the CPU, gradients and buffers with it; neither ignored states nor the units inside are moved."""
-    ignored_buffers = {buffer for ignored in ignored_modules for buffer in ignored.buffers()}
-    pending, visited = deque([module]), {module}
+    """Move what of ``params`` is on the CPU, gradients with it, and of the buffers that are not ignored."""
+    if device == CPU:
+        return
     with torch.no_grad():
-        while pending:
-            current = pending.popleft()
-            for param in current.parameters(recurse=False):
-                if param.device == CPU and param not in ignored_params:
-                    _move_param(param, device)
-            for buffer in current.buffers(recurse=False):
-                if buffer.device == CPU and buffer not in ignored_buffers:
-                    buffer.data = buffer.to(device)
-            inner = [child for child in current.children() if not is_unit(child) and child not in visited]
-            visited.update(inner)
-            pending.extend(inner)
+        for param in params:
+            if param.device == CPU:
+                _move_param(param, device)
+        for buffer in _own_buffers(tree, ignored_modules):
+            if buffer.device == CPU:
+                buffer.data = buffer.to(device)
 
 
 def _move_param(param: nn.Parameter, device: torch.device) -> None:
@@ -135,5 +136,12 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor`` itself, or the tensors inside a wrapper subclass."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
-    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    return [plain for value in inner if isinstance(value, torch.Tensor) for plain in _plain_tensors(value)]
+    plain: list[torch.Tensor] = []
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if not isinstance(inner, torch.Tensor):
+            raise AssertionError(
+                f"{name!r} of {type(tensor).__name__} should be a tensor to be broadcast, not {type(inner).__name__}"
+            )
+        plain += _plain_tensors(inner)
+    return plain

@@ -19,8 +19,8 @@ _DEVICE_TYPES = ("cuda", "cpu", "xla", "hpu", "mtia", "xpu")
 class ShardedGradScaler(GradScaler):
     """A ``torch.amp.GradScaler`` whose finding of inf or NaN is that of all ranks of ``process_group``.
 
-    Used as its base is: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients may be fp16, and may be
-    on the CPU. ``unscale_`` and, where that was not called, ``step`` are collective: a rank whose shard holds no
+    Used as its base is: ``scale(loss).backward()``, ``step(optimizer)``, ``update()``. Gradients may be fp16 and may
+    be on the CPU. ``unscale_`` and, where that was not called, ``step`` are collective: a rank whose shard holds no
     gradient takes part. That holds for fused optimizers as well, which look at the finding in their own kernel.
 
     Args:

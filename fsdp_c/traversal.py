@@ -4,10 +4,13 @@ A unit is a FullyShardedDataParallel instance. It is recognised by what it holds
 can ask.
 """
 
-from collections.abc import Iterator
+import functools
+from typing import NamedTuple
 
+import torch
 import torch.nn as nn
-from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
 from torch.distributed.fsdp._common_utils import _FSDPState
 
 FLAT_PARAM = "_flat_param"
@@ -33,8 +36,83 @@ def is_unit(module: nn.Module) -> bool:
 
 def is_composable(module: nn.Module) -> bool:
     """False for a module under torch's ``replicate``, whose subtree no unit may touch."""
-    registry = _get_registry(module)
-    return registry is None or "replicate" not in registry
+    return "replicate" not in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """``module`` without a checkpoint wrapper directly around it."""
+    return module._modules[_CHECKPOINT_WRAPPED_MODULE] if isinstance(module, ActivationWrapper) else module
+
+
+class ParamInfo(NamedTuple):
+    """One parameter: its name in ``module``, and that module's name in the wrapped module."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+def joined(path: str, name: str) -> str:
+    """The name, from a tree's root, of what the module at ``path`` calls ``name``."""
+    return f"{path}.{name}" if path else name
+
+
+class Subtree:
+    """What a unit around ``root`` has to deal with, found in one walk in pre-order that stops at the units inside.
+
+    Names and paths are from ``root``. What is shared counts once, where it is first; only the further places of a
+    parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few to its root.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.modules: dict[nn.Module, str] = {}
+        self.units: dict[nn.Module, str] = {}
+        self.buffers: dict[torch.Tensor, str] = {}
+        self._places: list[tuple[nn.Module, str]] = []  # of modules with parameters, shared ones several times
+        self._visit(root, "")
+
+    def _visit(self, module: nn.Module, path: str) -> None:
+        if is_unit(module):
+            self.units.setdefault(module, path)
+            return
+        self.modules.setdefault(module, path)
+        if module._parameters:
+            self._places.append((module, path))
+        prefix = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.buffers.setdefault(buffer, prefix + name)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, prefix + name)
+
+    @functools.cached_property
+    def _found(self) -> tuple[dict[nn.Parameter, ParamInfo], list[tuple[nn.Parameter, ParamInfo]]]:
+        first: dict[nn.Parameter, ParamInfo] = {}
+        further = []
+        for module, path in self._places:
+            for name, param in module._parameters.items():
+                if param is not None:
+                    info = ParamInfo(name, module, path)
+                    if first.setdefault(param, info) is not info:
+                        further.append((param, info))
+        return first, further
+
+    @property
+    def params(self) -> dict[nn.Parameter, ParamInfo]:
+        """The parameters outside inner units and the first place of each."""
+        return self._found[0]
+
+    @property
+    def shared_params(self) -> list[tuple[nn.Parameter, ParamInfo]]:
+        """The further places of the parameters that have several."""
+        return self._found[1]
+
+    def param_name(self, param: nn.Parameter) -> str:
+        """The name of ``param`` in the user's own model."""
+        info = self.params[param]
+        return clean_name(joined(info.module_name, info.param_name))
 
 
 def units_with_paths(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -49,7 +127,7 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, nn.Module]]:
         visited.add(current)
         if is_unit(current):
             found.append((path, current))
-        children = [(f"{path}.{name}" if path else name, child) for name, child in current.named_children()]
+        children = [(joined(path, name), child) for name, child in current.named_children()]
         pending.extend(reversed(children))
     return found
 
@@ -57,17 +135,3 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, nn.Module]]:
 def units_of(module: nn.Module) -> list[nn.Module]:
     """The units of a tree in traversal order, ``module`` itself included if it is one."""
     return [unit for _, unit in units_with_paths(module)]
-
-
-def modules_outside_units(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The (path, module) pairs of a tree in pre-order that no unit inside it holds; shared modules once."""
-    visited: set[nn.Module] = set()
-    pending = [("", module)]
-    while pending:
-        path, current = pending.pop()
-        if current in visited or is_unit(current):
-            continue
-        visited.add(current)
-        yield path, current
-        children = [(f"{path}.{name}" if path else name, child) for name, child in current.named_children()]
-        pending.extend(reversed(children))

@@ -77,6 +77,8 @@ def _is_sharded(fsdp_module: Any) -> bool:
 
 
 def _check_state(fsdp_module: Any) -> None:
+    if fsdp_module._unit.runtime is not None:
+        fsdp_module._unit.runtime.recover()
     state = fsdp_module._unit.training_state
     if state == _C.USE_SUMMON_FULL_PARAMS:
         raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")

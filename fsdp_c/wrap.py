@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,9 +25,8 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 from torch.distributed.utils import _apply_to_tensors
-from torch.utils.weak import WeakIdKeyDictionary
 
-from fsdp_c.traversal import is_unit
+from fsdp_c.traversal import Subtree, joined
 
 __all__ = [
     "CustomPolicy",
@@ -41,7 +41,7 @@ __all__ = [
 
 Policy = _Policy | Callable[..., bool]
 
-_paths: WeakIdKeyDictionary = WeakIdKeyDictionary()  # module -> its path in the tree that was last auto wrapped
+_paths: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> its path in the tree last auto wrapped
 
 
 def unit_name(module: nn.Module) -> str:
@@ -51,69 +51,67 @@ def unit_name(module: nn.Module) -> str:
 
 
 def auto_wrap(
-    root: nn.Module,
+    tree: Subtree,
     policy: Policy,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
     unit_class: type[nn.Module],
 ) -> None:
-    """Replace the submodules of ``root`` that ``policy`` chooses by units, inner ones first; ``root`` itself stays.
+    """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself stays.
 
     ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The classes
     that the mixed precision leaves out become units in full precision, whatever the policy says.
     ValueError if a unit is there already, or if a chosen module mixes frozen and trainable parameters
     (use_orig_params=False).
     """
-    _refuse_existing_units(root)
-    for path, module in root.named_modules():
-        _paths[module] = path
+    _refuse_existing_units(tree)
+    _paths.update(tree.modules)
+    root = tree.root
     mixed_precision = root_kwargs["mixed_precision"]
     full_precision_classes = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
     if not callable(policy) and not isinstance(policy, _Policy):
         raise TypeError(f"auto_wrap_policy must be a policy object or a callable, not {type(policy).__name__}")
     if isinstance(policy, _Policy):
         chosen = policy._run_policy(root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
-        _add_full_precision_modules(root, full_precision_classes, ignored_modules, root_kwargs, chosen)
-        _keep_in_full_precision(root, full_precision_classes)
-        _check_frozen_params(root, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
+        _add_full_precision_modules(tree.modules, full_precision_classes, ignored_modules, root_kwargs, chosen)
+        _keep_in_full_precision(tree.modules, full_precision_classes)
+        _check_frozen_params(tree, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
         _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
         return
     if full_precision_classes:
-        _keep_in_full_precision(root, full_precision_classes)
+        _keep_in_full_precision(tree.modules, full_precision_classes)
         individually = functools.partial(_wrap_module_cls_individually, module_classes=full_precision_classes)
         policy = functools.partial(_or_policy, policies=[policy, individually])
     _recursive_wrap(root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
 
 
-def _refuse_existing_units(root: nn.Module) -> None:
-    for path, module in root.named_modules():
-        if is_unit(module):
-            raise ValueError(
-                f"auto wrapping requires modules to not already have FSDP applied, but {path or 'the module itself'!r} "
-                "of "
-                f"{type(root).__name__} is a FullyShardedDataParallel; leave out auto_wrap_policy, or wrap that module "
-                "by policy"
-            )
+def _refuse_existing_units(tree: Subtree) -> None:
+    for path in tree.units.values():
+        raise ValueError(
+            f"auto wrapping requires modules to not already have FSDP applied, but {path or 'the module itself'!r} of "
+            f"{type(tree.root).__name__} is a FullyShardedDataParallel; leave out auto_wrap_policy, or wrap that "
+            "module by policy"
+        )
 
 
 def _add_full_precision_modules(
-    root: nn.Module,
+    modules: Iterable[nn.Module],
     classes: tuple[type[nn.Module], ...],
     ignored_modules: set[nn.Module],
     root_kwargs: dict[str, Any],
     chosen: dict[nn.Module, dict[str, Any]],
 ) -> None:
     """Make every instance of ``classes`` a target of its own without mixed precision."""
-    for module in root.modules():
+    for module in modules:
         if module not in ignored_modules and isinstance(module, classes):
             kwargs = chosen.get(module, {**root_kwargs, "auto_wrap_policy": None})
             chosen[module] = {**kwargs, "mixed_precision": None}
 
 
-def _keep_in_full_precision(root: nn.Module, classes: tuple[type[nn.Module], ...]) -> None:
+def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn.Module], ...]) -> None:
     """Have the instances of ``classes`` compute in fp32 and answer in the dtype they were given. Warns."""
-    found = [module for module in root.modules() if isinstance(module, classes)]
+    found = [module for module in modules if isinstance(module, classes)]
     for module in found:
         module._wrap_overrides = {"mixed_precision": None}  # read by torch's _recursive_wrap
         region = _FullPrecisionRegion()
@@ -154,10 +152,13 @@ class _FullPrecisionRegion:
 
 
 def _check_frozen_params(
-    root: nn.Module, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter], use_orig_params: bool
+    tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter], use_orig_params: bool
 ) -> None:
     """Raise, or with use_orig_params warn, for a target whose own parameters are partly frozen."""
-    targets = set(targets)
+    registered = (param for module in tree.modules for param in module._parameters.values() if param is not None)
+    if len({param.requires_grad for param in registered}) < 2:
+        return
+    root, targets = tree.root, set(targets)
     visited: set[nn.Module] = set()
     for path, module in _post_order(root):
         if module not in targets:
@@ -199,7 +200,7 @@ def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, child in module.named_children():
             if child not in visited:
                 visited.add(child)
-                found += walk(f"{path}.{name}" if path else name, child)
+                found += walk(joined(path, name), child)
         return [*found, (path, module)]
 
     return walk("", root)
@@ -209,7 +210,7 @@ def _own_named_parameters(path: str, module: nn.Module, visited: set[nn.Module])
     """The parameters of ``module``'s subtree without the modules in ``visited``, to which it adds its own."""
     visited.add(module)
     for name, param in module.named_parameters(recurse=False):
-        yield (f"{path}.{name}" if path else name), param
+        yield joined(path, name), param
     for name, child in module.named_children():
         if child not in visited:
-            yield from _own_named_parameters(f"{path}.{name}" if path else name, child, visited)
+            yield from _own_named_parameters(joined(path, name), child, visited)

@@ -150,6 +150,7 @@ struct handle {
     bool summon_writeback, summon_freed_after;
     PyObject *flat_param_owner; /* owned; the dict where "_flat_param" is registered, NULL when it is not */
 
+    bool optimizer_in_backward; /* set by Python at lazy init: some parameter has an optimizer attached */
     struct gradients gradients;
 };
 
@@ -196,6 +197,9 @@ PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple
 /* writeback.c */
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
+int handle_take_over_params(struct handle *handle);  /* the part of it about original parameters */
+int handle_check_views(
+    struct handle *handle); /* AssertionError for a view replaced while the storage stays unsharded */
 
 /* summon.c: the verbs of summon_full_params; see _C.pyi */
 int handle_summon_enter(struct handle *handle, bool writeback);

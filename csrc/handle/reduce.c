@@ -84,7 +84,8 @@ static int save_output(struct handle *handle, PyObject *output) {
     enum dtype dtype;
     if (output_dtype(handle, output, &dtype) < 0)
         return -1;
-    bool keep = dtype == handle->orig_kind || (!handle->sharded && handle->keep_low_precision_grads);
+    bool keeps_low = !handle->sharded && handle->keep_low_precision_grads && !handle->comm_hook.native;
+    bool keep = dtype == handle->orig_kind || keeps_low;
     ref_set(&gradients->saved_shard, keep ? Py_NewRef(output) : cast_to_shard_dtype(handle, output));
     return gradients->saved_shard ? 0 : -1;
 }
@@ -111,19 +112,6 @@ int handle_reduce_finish(struct handle *handle) {
 
 static PyObject *split(PyObject *tensor, PyObject *sizes) {
     return PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, tensor, sizes, NULL);
-}
-
-/* Set a gradient whose shape or dtype may not be the parameter's: through data that fits for a moment. */
-static int set_foreign_grad(PyObject *param, PyObject *grad) {
-    PyObject *data = torch_data(param);
-    int result = data ? torch_set_data(param, grad) : -1;
-    if (!result) {
-        result = torch_set_grad(param, grad);
-        if (torch_set_data(param, data) < 0)
-            result = -1;
-    }
-    Py_XDECREF(data);
-    return result;
 }
 
 static int clear_grad(PyObject *param) {
@@ -162,7 +150,7 @@ static int show_unsharded_grads(struct handle *handle, PyObject *grad) {
         PyObject *param = PyList_GetItem(handle->params, i);
         int requires_grad = torch_requires_grad(param);
         if (requires_grad > 0)
-            result = set_foreign_grad(param, PyList_GetItem(views, i));
+            result = torch_set_foreign_grad(param, PyList_GetItem(views, i));
         else
             result = requires_grad < 0 ? -1 : clear_grad(param);
     }
@@ -177,8 +165,9 @@ static int show_grads(struct handle *handle, PyObject *grad) {
                                                                      : show_unsharded_grads(handle, grad);
 }
 
+/* NO_SHARD keeps the dtype of the reduction instead. */
 static PyObject *hand_over_dtype(struct handle *handle, PyObject *grad) {
-    if (!handle->keep_low_precision_grads || !handle->low_precision)
+    if (!handle->sharded || !handle->keep_low_precision_grads || !handle->low_precision)
         return Py_NewRef(grad);
     return PyObject_CallMethod(grad, "to", "O", handle->param_dtype);
 }
@@ -189,7 +178,7 @@ static int set_flat_grad(struct handle *handle, PyObject *grad) {
     if (tensor_view_of(grad, &view) < 0)
         return -1;
     bool fits = view.dtype == handle->orig_kind && view.ndim == 1 && view.sizes[0] == handle->layout.shard_numel;
-    return fits ? torch_set_grad(handle->flat_param, grad) : set_foreign_grad(handle->flat_param, grad);
+    return fits ? torch_set_grad(handle->flat_param, grad) : torch_set_foreign_grad(handle->flat_param, grad);
 }
 
 static int show_no_sync(struct handle *handle) {
@@ -198,7 +187,7 @@ static int show_no_sync(struct handle *handle) {
         return 0; /* accumulated in place: shown already */
     PyObject *grad =
         PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)handle->layout.numel);
-    int result = grad ? set_foreign_grad(handle->flat_param, grad) : -1;
+    int result = grad ? torch_set_foreign_grad(handle->flat_param, grad) : -1;
     Py_XDECREF(grad);
     gradients->kind = GRAD_UNSHARDED;
     return result < 0 ? -1 : show_grads(handle, gradients->unsharded);
@@ -219,6 +208,9 @@ static int show_reduced(struct handle *handle) {
 int handle_hand_over(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     gradients->in_backward = false;
+    /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
+    Py_CLEAR(gradients->pending);
+    Py_CLEAR(gradients->sum);
     if (gradients->unsharded)
         return show_no_sync(handle); /* what was reduced before stays aside until the next reduction */
     return gradients->saved_shard ? show_reduced(handle) : 0;
@@ -347,7 +339,7 @@ static PyObject *flat_grad_or_zeros(struct handle *handle) {
         done = PyObject_CallMethod(zeros, "zero_", NULL);
     Py_XDECREF(done);
     handle->gradients.kind = GRAD_SHARDED;
-    if (!done || set_foreign_grad(handle->flat_param, zeros) < 0)
+    if (!done || torch_set_foreign_grad(handle->flat_param, zeros) < 0)
         Py_CLEAR(zeros);
     return zeros;
 }

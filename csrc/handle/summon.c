@@ -176,7 +176,7 @@ static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
         return Py_NewRef(grad);
     PyObject *zeros = torch_empty_like(handle->local_shard);
     PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
-    if (!done || torch_set_grad(handle->flat_param, zeros) < 0)
+    if (!done || torch_set_foreign_grad(handle->flat_param, zeros) < 0)
         Py_CLEAR(zeros);
     Py_XDECREF(done);
     return zeros;

@@ -177,6 +177,8 @@ int handle_init_shard(struct handle *handle) {
 }
 
 int handle_lazy_init(struct handle *handle) {
+    if (handle->local_shard && !handle->ready && handle_take_over_params(handle) < 0)
+        return -1;
     if (handle_init_shard(handle) < 0 || init_full(handle) < 0)
         return -1;
     if (handle_init_likes(handle) < 0 || init_sources(handle) < 0 || init_shard_pieces(handle) < 0)
@@ -212,6 +214,16 @@ static int enqueue_gather(struct handle *handle) {
     return handle->unshard_work ? 0 : -1;
 }
 
+/* The all-gather failed: nothing of it stays allocated. The exception stays set. */
+static int free_after_failure(struct handle *handle) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    buffer_free(&handle->full);
+    buffer_free(&handle->low_precision_shard);
+    PyErr_Restore(type, value, traceback);
+    return -1;
+}
+
 int handle_unshard_enqueue(struct handle *handle) {
     if (handle->param_state != PARAM_SHARDED)
         return 0;
@@ -221,10 +233,8 @@ int handle_unshard_enqueue(struct handle *handle) {
         if (buffer_alloc(&handle->full) < 0)
             return -1;
         int failed = handle->sharded ? enqueue_gather(handle) : cast_local_shard(handle, &handle->full);
-        if (failed) {
-            buffer_free(&handle->full);
-            return -1;
-        }
+        if (failed)
+            return free_after_failure(handle);
     }
     return handle_set_param_state(handle, PARAM_UNSHARDING);
 }
@@ -237,14 +247,9 @@ static int wait_for_gather(struct handle *handle) {
     return handle->low_precision_shard.tensor ? buffer_free(&handle->low_precision_shard) : 0;
 }
 
-/* The all-gather failed: as if it had never been started. The exception stays set. */
 static int abandon_unshard(struct handle *handle) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    buffer_free(&handle->full);
     handle_set_param_state(handle, PARAM_SHARDED);
-    PyErr_Restore(type, value, traceback);
-    return -1;
+    return free_after_failure(handle);
 }
 
 int handle_unshard_wait(struct handle *handle) {

@@ -25,7 +25,7 @@ int handle_follow_flat_param(struct handle *handle) {
 static const char *expected_data(const struct handle *handle, int64_t param) {
     const struct layout_shard_range *range = &handle->layout.shard_ranges[param];
     int64_t offset = handle->sharded ? range->offset_in_shard : layout_param_offset(&handle->layout, param);
-    return (const char *)handle->local_view.data + offset * dtype_nbytes(handle->orig_kind);
+    return (const char *)handle->local_view.data + offset * dtype_nbytes(handle->local_view.dtype);
 }
 
 static int refuse_shape(struct handle *handle, int64_t param, PyObject *value, int64_t want) {
@@ -54,7 +54,7 @@ static int check_shape(struct handle *handle, int64_t param, PyObject *value, co
 static int take_over(struct handle *handle, int64_t param, PyObject *value) {
     PyObject *source = torch_data(value), *part = NULL, *copied = NULL;
     int64_t offset =
-        (expected_data(handle, param) - (const char *)handle->local_view.data) / dtype_nbytes(handle->orig_kind);
+        (expected_data(handle, param) - (const char *)handle->local_view.data) / dtype_nbytes(handle->local_view.dtype);
     int64_t numel = handle->sharded ? handle->layout.shard_ranges[param].numel_in_shard
                                     : layout_param_numel(&handle->layout, param);
     PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
@@ -107,10 +107,9 @@ static int check_shared(struct handle *handle, const struct slot *slot) {
     return -1;
 }
 
-int handle_writeback(struct handle *handle) {
-    if (handle_follow_flat_param(handle) < 0)
-        return -1;
-    if (!handle->use_orig_params || handle->shown != SHOWN_SHARDED)
+/* Sharded parameters as the user left them go into the shard that they were shown from. */
+int handle_take_over_params(struct handle *handle) {
+    if (!handle->use_orig_params || handle->shown != SHOWN_SHARDED || handle->skip_writeback_check)
         return 0;
     for (int64_t i = 0; i < handle->num_params; i++)
         if ((!handle->sharded || handle->layout.shard_ranges[i].in_shard) && writeback_param(handle, i) < 0)
@@ -118,5 +117,40 @@ int handle_writeback(struct handle *handle) {
     for (int64_t i = handle->num_params; i < handle->num_slots; i++)
         if (check_shared(handle, &handle->slots[i]) < 0)
             return -1;
+    return 0;
+}
+
+int handle_writeback(struct handle *handle) {
+    return handle_follow_flat_param(handle) < 0 ? -1 : handle_take_over_params(handle);
+}
+
+/* ---- views that stay between forward and backward ---- */
+
+static int refuse_changed_view(struct handle *handle, const struct slot *slot) {
+    PyErr_Format(PyExc_AssertionError,
+                 "rank %lld, unit %S: %S was replaced between forward and backward, which a strategy that does not "
+                 "reshard after forward does not support. Change parameters after the backward.",
+                 (long long)handle->layout.rank, handle->name, slot->name);
+    return -1;
+}
+
+int handle_check_views(struct handle *handle) {
+    if (!handle->use_orig_params || handle->shown != SHOWN_VIEWS || handle->skip_writeback_check)
+        return 0;
+    const char *full = handle->full_is_local ? handle->local_view.data : handle->full.view.data;
+    for (int64_t i = 0; i < handle->num_slots; i++) {
+        const struct slot *slot = &handle->slots[i];
+        PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
+        int64_t offset = layout_param_offset(&handle->layout, slot->param);
+        struct tensor_view view;
+        if (!value && PyErr_Occurred())
+            return -1;
+        if (!value || !layout_param_numel(&handle->layout, slot->param))
+            continue;
+        if (tensor_view_of(value, &view) < 0)
+            return -1;
+        if ((const char *)view.data != full + offset * dtype_nbytes(handle->param_kind))
+            return refuse_changed_view(handle, slot);
+    }
     return 0;
 }

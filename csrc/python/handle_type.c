@@ -276,8 +276,23 @@ static int set_name(PyObject *self, PyObject *name, void *unused) {
     return 0;
 }
 
+static PyObject *get_optimizer_in_backward(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(inside(self)->optimizer_in_backward);
+}
+
+static int set_optimizer_in_backward(PyObject *self, PyObject *value, void *unused) {
+    int truth = value ? PyObject_IsTrue(value) : 0;
+    (void)unused;
+    if (truth < 0)
+        return -1;
+    inside(self)->optimizer_in_backward = truth;
+    return 0;
+}
+
 static PyGetSetDef attributes[] = {
     {"name", get_name, set_name, NULL, NULL},
+    {"optimizer_in_backward", get_optimizer_in_backward, set_optimizer_in_backward, NULL, NULL},
     {"op_id", get_op_id, NULL, NULL, NULL},
     {"flat_param", get_flat_param, NULL, NULL, NULL},
     {"layout", get_layout, NULL, NULL, NULL},

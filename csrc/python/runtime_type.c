@@ -76,6 +76,11 @@ static PyObject *final_callback(PyObject *self, PyObject *unused) {
     return none_or_error(runtime_final_callback(inside(self)));
 }
 
+static PyObject *recover(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(runtime_reset_after_failed_backward(inside(self)));
+}
+
 static PyObject *reset_grad_info(PyObject *self, PyObject *unused) {
     (void)unused;
     return none_or_error(runtime_collect_user_grads(inside(self)));
@@ -93,11 +98,20 @@ static PyObject *release(PyObject *self, PyObject *unused) {
     return none_or_error(runtime_release(runtime));
 }
 
+static PyObject *check_order(PyObject *self, PyObject *args) {
+    struct runtime *runtime = inside(self);
+    PyObject *names, *group, *device;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyList_Type, &names, &group, &device))
+        return NULL;
+    order_check_free(runtime->order_check);
+    runtime->order_check = order_check_new(names, group, device);
+    return none_or_error(runtime->order_check ? 0 : -1);
+}
+
 static PyMethodDef methods[] = {
-    {"final_callback", final_callback, METH_NOARGS, NULL},
-    {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
-    {"release", release, METH_NOARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    {"check_order", check_order, METH_VARARGS, NULL}, {"final_callback", final_callback, METH_NOARGS, NULL},
+    {"recover", recover, METH_NOARGS, NULL},          {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
+    {"release", release, METH_NOARGS, NULL},          {NULL, NULL, 0, NULL},
 };
 
 /* ---- attributes ---- */
@@ -113,7 +127,40 @@ static PyObject *get_iteration(PyObject *self, void *unused) {
     return PyLong_FromLongLong(inside(self)->iteration);
 }
 
+static PyObject *get_backward_limit(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLongLong(inside(self)->backward_prefetch_limit);
+}
+
+static PyObject *get_forward_limit(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLongLong(inside(self)->forward_prefetch_limit);
+}
+
+static int set_limit(PyObject *value, int64_t *limit) {
+    long long number = value ? PyLong_AsLongLong(value) : -1;
+    if (number < 0) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a prefetch limit is the number of units to gather ahead, 0 or more");
+        return -1;
+    }
+    *limit = number < INT32_MAX ? number : INT32_MAX; /* an index and a limit must not overflow when added */
+    return 0;
+}
+
+static int set_backward_limit(PyObject *self, PyObject *value, void *unused) {
+    (void)unused;
+    return set_limit(value, &inside(self)->backward_prefetch_limit);
+}
+
+static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
+    (void)unused;
+    return set_limit(value, &inside(self)->forward_prefetch_limit);
+}
+
 static PyGetSetDef attributes[] = {
+    {"_backward_prefetch_limit", get_backward_limit, set_backward_limit, NULL, NULL},
+    {"_forward_prefetch_limit", get_forward_limit, set_forward_limit, NULL, NULL},
     {"units", get_units, NULL, NULL, NULL},
     {"iteration", get_iteration, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},

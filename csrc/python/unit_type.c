@@ -89,7 +89,19 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
     return none_or_error(unit_set_training_state(inside(self), wanted ? USE_SUMMON_FULL_PARAMS : USE_IDLE));
 }
 
+static PyObject *unshard(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(unit_unshard(inside(self)));
+}
+
+static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(unit_wait_unsharded(inside(self)));
+}
+
 static PyMethodDef methods[] = {
+    {"unshard", unshard, METH_NOARGS, NULL},
+    {"wait_unsharded", wait_unsharded, METH_NOARGS, NULL},
     {"set_summoning", set_summoning, METH_O, NULL},
     {"forward", forward, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

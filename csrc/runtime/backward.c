@@ -19,8 +19,15 @@ static int unshard_for_backward(struct unit *unit) {
     return handle_prepare_gradient(handle);
 }
 
+/* Gathered for this backward already; unless its gradients have come since and this is another graph over it, as reentrant
+ * checkpointing makes them: then it is gathered again (parity 26). */
+static bool is_prepared(const struct unit *unit) {
+    bool done = unit->handle && unit->handle->training_state == USE_BACKWARD_POST;
+    return unit->ran_pre_backward && !done;
+}
+
 int unit_pre_backward(struct unit *unit) {
-    if (!unit->runtime || unit->ran_pre_backward)
+    if (!unit->runtime || is_prepared(unit))
         return 0;
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0)

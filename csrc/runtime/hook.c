@@ -3,8 +3,9 @@
 struct hook {
     PyObject_HEAD
     hook_function function;
-    void *target;    /* borrowed */
-    PyObject *owner; /* owned; or NULL */
+    hook_function on_drop; /* or NULL; cleared by the first call */
+    void *target;          /* borrowed */
+    PyObject *owner;       /* owned; or NULL */
 };
 
 static PyTypeObject *hook_type; /* owned for ever */
@@ -13,6 +14,7 @@ static PyObject *hook_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct hook *hook = (struct hook *)self;
     (void)args;
     (void)kwargs;
+    hook->on_drop = NULL;
     if (hook->target && hook->function(hook->target) < 0)
         return NULL;
     Py_RETURN_NONE;
@@ -31,9 +33,20 @@ static int hook_clear(PyObject *self) {
     return 0;
 }
 
+static void run_on_drop(struct hook *hook) {
+    PyObject *error_type, *value, *traceback;
+    PyErr_Fetch(&error_type, &value, &traceback);
+    if (hook->on_drop(hook->target) < 0)
+        PyErr_WriteUnraisable((PyObject *)Py_TYPE(hook));
+    PyErr_Restore(error_type, value, traceback);
+}
+
 static void hook_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
+    struct hook *hook = (struct hook *)self;
     PyObject_GC_UnTrack(self);
+    if (hook->on_drop && hook->target)
+        run_on_drop(hook);
     hook_clear(self);
     PyObject_GC_Del(self);
     Py_DECREF(type);
@@ -70,10 +83,15 @@ PyObject *hook_new(hook_function function, void *target, PyObject *owner) {
     if (!hook)
         return NULL;
     hook->function = function;
+    hook->on_drop = NULL;
     hook->target = target;
     hook->owner = Py_XNewRef(owner);
     PyObject_GC_Track((PyObject *)hook);
     return (PyObject *)hook;
+}
+
+void hook_on_drop(PyObject *hook, hook_function function) {
+    ((struct hook *)hook)->on_drop = function;
 }
 
 void hook_disarm(PyObject *hook) {

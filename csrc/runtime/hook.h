@@ -13,6 +13,9 @@ int hook_init(void);
 /* A hook on `target`. `owner`, when not NULL, is kept alive by the hook; without one the target must call hook_disarm before it
  * goes. New reference or NULL. */
 PyObject *hook_new(hook_function function, void *target, PyObject *owner);
+/* `function` is called when the hook goes without ever having been called. */
+void hook_on_drop(PyObject *hook, hook_function function);
+
 void hook_disarm(PyObject *hook);
 void *hook_target(PyObject *hook); /* NULL once disarmed */
 

@@ -50,6 +50,25 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
     return result < 0 ? NULL : Py_NewRef(unit->handle->views);
 }
 
+/* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
+static int refuse_double_backward(struct unit *unit, PyObject *args) {
+    if (!torch_grad_enabled())
+        return 0;
+    for (Py_ssize_t i = 1; i < PyTuple_Size(args); i++) {
+        PyObject *grad = PyTuple_GetItem(args, i);
+        int requires_grad = grad == Py_None ? 0 : torch_requires_grad(grad);
+        if (requires_grad == 0)
+            continue;
+        if (requires_grad > 0)
+            PyErr_Format(PyExc_RuntimeError,
+                         "rank %lld, unit %S: gradients that themselves require gradients are not supported: call "
+                         "backward() without create_graph=True",
+                         (long long)unit->handle->layout.rank, unit->name);
+        return -1;
+    }
+    return 0;
+}
+
 /* backward(context, *gradients) -> (None, None) */
 static PyObject *node_backward(PyObject *self, PyObject *args) {
     (void)self;
@@ -57,7 +76,9 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     if (!token)
         return NULL;
     struct unit *unit = hook_target(token);
-    int result = unit ? handle_receive(unit->handle, args) : 0;
+    int result = unit ? refuse_double_backward(unit, args) : 0;
+    if (unit && !result)
+        result = handle_receive(unit->handle, args);
     Py_DECREF(token);
     return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
 }
@@ -143,6 +164,8 @@ fail:
 int unit_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
+    if (!enabled && torch_inference_mode())
+        return 0; /* nothing is recorded there, whatever is turned on */
     PyObject *token = hook_new(receive, unit, unit->object), *views = NULL;
     if (!enabled)
         torch_set_grad_enabled(true);

@@ -1,12 +1,15 @@
 /* Execution order and prefetch (D-110 to D-116). */
 #include "runtime/runtime.h"
 
-void order_record_pre_forward(struct unit *unit) {
+int order_record_pre_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
+    if (runtime->order_check && order_check_pre_forward(runtime->order_check, unit) < 0)
+        return -1;
     if (runtime->iteration > 0 || unit->pre_forward_index >= 0)
-        return;
+        return 0;
     unit->pre_forward_index = runtime->num_pre;
     runtime->pre_order[runtime->num_pre++] = unit;
+    return 0;
 }
 
 static int grow(struct runtime *runtime) {
@@ -43,21 +46,50 @@ static int prefetch(struct unit *candidate) {
 
 int order_prefetch_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    int64_t next = unit->pre_forward_index + 1;
-    if (!unit->forward_prefetch || next == 0 || next >= runtime->num_pre)
+    int64_t here = unit->pre_forward_index, last = here + runtime->forward_prefetch_limit;
+    if (!unit->forward_prefetch || here < 0)
         return 0;
-    return prefetch(runtime->pre_order[next]);
+    for (int64_t next = here + 1; next <= last && next < runtime->num_pre; next++)
+        if (prefetch(runtime->pre_order[next]) < 0)
+            return -1;
+    return 0;
 }
 
 int order_prefetch_backward(struct unit *unit) {
-    struct unit *candidate;
-    if (unit->post_forward_index < 1)
+    struct runtime *runtime = unit->runtime;
+    int64_t here = unit->post_forward_index, last = here - runtime->backward_prefetch_limit;
+    for (int64_t next = here - 1; next >= last && next >= 0; next--) {
+        struct unit *candidate = runtime->post_order[next];
+        if (candidate->needs_pre_backward_unshard && prefetch(candidate) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int unit_unshard(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    if (!handle || !unit->runtime)
         return 0;
-    candidate = unit->runtime->post_order[unit->post_forward_index - 1];
-    return candidate->needs_pre_backward_unshard ? prefetch(candidate) : 0;
+    if (handle->training_state == USE_SUMMON_FULL_PARAMS) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "rank %lld, unit %S: its full parameters are summoned: gather it ahead outside "
+                     "of summon_full_params",
+                     (long long)handle->layout.rank, unit->name);
+        return -1;
+    }
+    if (schedule_unshard(unit) < 0)
+        return -1;
+    unit->prefetched = true;
+    return handle_show_views(handle, handle->views);
+}
+
+int unit_wait_unsharded(struct unit *unit) {
+    return unit->handle && unit->runtime ? schedule_wait_unsharded(unit) : 0;
 }
 
 void order_next_iteration(struct runtime *runtime) {
     runtime->iteration++;
     runtime->num_post = 0;
+    if (runtime->order_check)
+        order_check_next_iteration(runtime->order_check);
 }

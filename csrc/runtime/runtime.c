@@ -38,6 +38,7 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
         return -1;
     }
     runtime->capacity = (int64_t)count + 1;
+    runtime->backward_prefetch_limit = runtime->forward_prefetch_limit = 1;
     for (size_t i = 0; i < count; i++) {
         if (bind_unit(runtime, units[i], i == 0) < 0)
             return -1;
@@ -62,6 +63,8 @@ static void unbind_units(struct runtime *runtime) {
 int runtime_clear(struct runtime *runtime) {
     unbind_units(runtime);
     schedule_fini(&runtime->schedule);
+    order_check_free(runtime->order_check);
+    runtime->order_check = NULL;
     PyMem_Free(runtime->units);
     PyMem_Free(runtime->pre_order);
     PyMem_Free(runtime->post_order);
@@ -96,17 +99,20 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 
 /* Is autograd running a backward in this thread? */
 static int in_backward(void) {
-    PyObject *module = PyImport_ImportModule("torch._C"), *id = NULL;
-    if (module)
-        id = PyObject_CallMethod(module, "_current_graph_task_id", NULL);
+    static PyObject *graph_task_id; /* owned for ever */
+    if (!graph_task_id) {
+        PyObject *module = PyImport_ImportModule("torch._C");
+        graph_task_id = module ? PyObject_GetAttrString(module, "_current_graph_task_id") : NULL;
+        Py_XDECREF(module);
+    }
+    PyObject *id = graph_task_id ? PyObject_CallNoArgs(graph_task_id) : NULL;
     int result = id ? PyLong_AsLong(id) != -1 : -1;
-    Py_XDECREF(module);
     Py_XDECREF(id);
     return result;
 }
 
-/* A queued callback that never ran means that the last backward raised: what it left is dropped. */
-static int reset_after_failed_backward(struct runtime *runtime) {
+/* A queued callback outside of any backward means that the last backward raised: what it left is dropped. */
+int runtime_reset_after_failed_backward(struct runtime *runtime) {
     if (!runtime->callback_queued)
         return 0;
     int running = in_backward();
@@ -116,8 +122,6 @@ static int reset_after_failed_backward(struct runtime *runtime) {
 }
 
 int runtime_root_pre_forward(struct runtime *runtime) {
-    if (reset_after_failed_backward(runtime) < 0)
-        return -1;
     if (schedule_begin_step(&runtime->schedule) < 0)
         return -1;
     return runtime_collect_user_grads(runtime);
@@ -129,12 +133,20 @@ static int final_callback(void *target) {
     return runtime_final_callback(target);
 }
 
+/* The callback goes with the backward it was queued in, called or not. */
+static int backward_raised(void *target) {
+    struct runtime *runtime = target;
+    return runtime->callback_queued ? runtime_reset(runtime) : 0;
+}
+
 int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime->callback_queued)
         return 0;
     if (runtime_collect_user_grads(runtime) < 0)
         return -1;
     PyObject *hook = hook_new(final_callback, runtime, runtime->object);
+    if (hook)
+        hook_on_drop(hook, backward_raised);
     PyObject *done = hook ? PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL) : NULL;
     Py_XDECREF(hook);
     Py_XDECREF(done);
@@ -144,10 +156,23 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     return 0;
 }
 
+/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
+static int step_in_backward(struct unit *unit) {
+    if (handle_hand_over(unit->handle) < 0)
+        return -1;
+    PyObject *done = PyObject_CallMethod(unit->handle_object, "step_in_backward", NULL);
+    Py_XDECREF(done);
+    return done ? handle_collect_user_grads(unit->handle) : -1;
+}
+
 int runtime_finish_reduction(struct runtime *runtime) {
     struct unit *unit = runtime->reducing;
     runtime->reducing = NULL;
-    return unit ? schedule_finish_reduction(unit) : 0;
+    if (!unit)
+        return 0;
+    if (schedule_finish_reduction(unit) < 0)
+        return -1;
+    return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
 }
 
 static int remove_reshard_hook(struct unit *unit) {
@@ -215,10 +240,13 @@ int runtime_reset(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         struct handle *handle = unit->handle;
+        if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
+            continue; /* summon_full_params ends by itself */
         if (remove_reshard_hook(unit) < 0)
             return -1;
         if (handle) {
-            handle_drop_gradients(handle);
+            if (handle->gradients.in_backward)
+                handle_drop_gradients(handle);
             handle_force_idle(handle);
             if (schedule_reshard(unit, true) < 0 || handle_show_sharded(handle) < 0)
                 return -1;

@@ -16,6 +16,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
+#include "runtime/order_check.h"
 #include "runtime/schedule.h"
 
 enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD_POST }; /* torch's values */
@@ -92,6 +93,8 @@ struct runtime {
     int64_t num_pre, num_post;
     int64_t capacity; /* of post_order: a unit can be recorded again */
     int64_t iteration;
+    int64_t backward_prefetch_limit, forward_prefetch_limit; /* units that are gathered ahead of the current one */
+    struct order_check *order_check;                         /* owned; NULL unless the order is validated */
     bool callback_queued;
     struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
@@ -104,6 +107,7 @@ int runtime_release(
     struct runtime *runtime); /* of an idle runtime: the units are as before lazy init, gradients stay */
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 
+int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
 int runtime_root_pre_forward(struct runtime *runtime);
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(struct runtime *runtime);
@@ -113,7 +117,9 @@ int runtime_collect_user_grads(struct runtime *runtime);
 int runtime_detach_views(struct runtime *runtime); /* the root has gone */
 
 /* order.c */
-void order_record_pre_forward(struct unit *unit);
+int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */
+int unit_wait_unsharded(struct unit *unit);      /* computation may use them */
+int order_record_pre_forward(struct unit *unit); /* and validate, where that was asked for */
 int order_record_post_forward(struct unit *unit);
 int order_prefetch_forward(struct unit *unit);
 int order_prefetch_backward(struct unit *unit);

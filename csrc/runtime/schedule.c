@@ -52,7 +52,7 @@ int schedule_unshard(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
     if (unit->handle->param_state != PARAM_SHARDED)
-        return 0;
+        return handle_check_views(unit->handle);
     if (limiter_wait(unit) < 0 || stream_wait(streams, STREAM_UNSHARD, schedule->freed) < 0)
         return -1;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)

@@ -209,11 +209,20 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     return trainable ? 0 : watch_inputs(unit, args, kwargs);
 }
 
-static int unshard_for_forward(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    if (handle_set_training_state(handle, USE_FORWARD) < 0)
+/* A unit that may not start a forward now (inside summon_full_params, say) is left as it is. */
+static int begin_forward(struct unit *unit) {
+    if (unit->handle && handle_set_training_state(unit->handle, USE_FORWARD) < 0)
         return -1;
-    order_record_pre_forward(unit);
+    if (unit_set_training_state(unit, USE_FORWARD) == 0)
+        return 0;
+    if (unit->handle)
+        handle_force_idle(unit->handle);
+    return -1;
+}
+
+static int unshard_for_forward(struct unit *unit) {
+    if (order_record_pre_forward(unit) < 0)
+        return -1;
     if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     unit->prefetched = false;
@@ -222,8 +231,6 @@ static int unshard_for_forward(struct unit *unit) {
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (unit->is_root && runtime_root_pre_forward(unit->runtime) < 0)
-        return -1;
-    if (unit_set_training_state(unit, USE_FORWARD) < 0)
         return -1;
     if (unit->handle && unshard_for_forward(unit) < 0)
         return -1;
@@ -360,7 +367,8 @@ static int post_forward(struct unit *unit, PyObject *output) {
 
 /* ---- forward ---- */
 
-/* The module raised: nothing of this forward stays gathered, and the exception goes on. */
+/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is its whole tree's:
+ * units that had finished wait for a backward that will not come. */
 static void abandon_forward(struct unit *unit) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -371,6 +379,8 @@ static void abandon_forward(struct unit *unit) {
         handle_show_sharded(unit->handle);
         handle_force_idle(unit->handle);
     }
+    if (unit->is_root && !unit->runtime->callback_queued)
+        runtime_reset(unit->runtime);
     PyErr_Clear();
     PyErr_Restore(type, value, traceback);
 }
@@ -391,8 +401,12 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     PyObject *output = NULL;
     if (ensure_lazy_init(unit) < 0)
         return NULL;
+    if (runtime_reset_after_failed_backward(unit->runtime) < 0)
+        return NULL;
     if (recomputing(unit))
         return PyObject_Call(wrapped, args, kwargs);
+    if (begin_forward(unit) < 0)
+        return NULL;
     Py_INCREF(args);
     Py_INCREF(kwargs);
     if (pre_forward(unit, &args, &kwargs) == 0)

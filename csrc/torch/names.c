@@ -42,6 +42,8 @@ int torch_names_init(void) {
         goto done;
     if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0)
         goto done;
+    if (find(torch, "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled) < 0)
+        goto done;
     if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0)
         goto done;
     result = find_queue_callback();
@@ -70,6 +72,19 @@ int torch_set_data(PyObject *tensor, PyObject *data) {
 
 int torch_set_grad(PyObject *tensor, PyObject *grad) {
     return PyObject_SetAttr(tensor, torch_names.grad, grad);
+}
+
+/* `.grad` accepts what fits the tensor: so let other data fit for a moment. */
+int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
+    PyObject *data = torch_data(tensor);
+    int result = data ? torch_set_data(tensor, grad) : -1;
+    if (!result) {
+        result = torch_set_grad(tensor, grad);
+        if (torch_set_data(tensor, data) < 0)
+            result = -1;
+    }
+    Py_XDECREF(data);
+    return result;
 }
 
 PyObject *torch_get_grad(PyObject *tensor) {
@@ -110,6 +125,15 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
         result = torch_data(view);
     Py_DECREF(data);
     Py_XDECREF(view);
+    return result;
+}
+
+bool torch_inference_mode(void) {
+    PyObject *enabled = PyObject_CallNoArgs(torch_names.is_inference_mode_enabled);
+    bool result = enabled == Py_True;
+    if (!enabled)
+        PyErr_Clear();
+    Py_XDECREF(enabled);
     return result;
 }
 

@@ -39,6 +39,7 @@ struct torch_names {
     PyObject *empty;          /* torch.empty */
     PyObject *empty_like;     /* torch.empty_like */
     PyObject *split_with_sizes;
+    PyObject *is_inference_mode_enabled;
     PyObject *queue_callback; /* of the autograd engine */
 };
 
@@ -51,15 +52,18 @@ int torch_names_init(void);
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_empty_like(PyObject *tensor);
 
-int torch_set_data(PyObject *tensor, PyObject *data); /* tensor.data = data */
-int torch_set_grad(PyObject *tensor, PyObject *grad); /* tensor.grad = grad; Py_None clears */
-PyObject *torch_get_grad(PyObject *tensor);           /* new reference, Py_None when absent */
-int torch_requires_grad(PyObject *tensor);            /* 1, 0, or -1 */
+int torch_set_data(PyObject *tensor, PyObject *data);         /* tensor.data = data */
+int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = grad; Py_None clears */
+int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* of any shape and dtype */
+PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, Py_None when absent */
+int torch_requires_grad(PyObject *tensor);                    /* 1, 0, or -1 */
 bool torch_is_tensor(PyObject *object);
 PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no history */
 
 /* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of autograd. */
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides);
+
+bool torch_inference_mode(void);
 
 /* Grad mode around code that must or must not record. */
 bool torch_grad_enabled(void);

@@ -1,11 +1,12 @@
 """HYBRID_SHARD and _HYBRID_SHARD_ZERO2 on four ranks: shards inside a pair of ranks, replicas across the pairs.
 
-Bitwise equality with torch's FSDP1 (D-082 to D-084, D-091, E-020), however the groups are given (A-035, A-047); and parity
-row 1 (E-022), where upstream's replicas drift apart.
+Bitwise equality with torch's FSDP1 (D-082 to D-084, D-091, E-020), however the groups are given (A-035, A-047); and
+parity row 1 (E-022), where upstream's replicas drift apart.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,12 +16,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-from tests.models import WIDTH, Block, Net
+from tests.models import Block, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import accumulate_step, no_sync_after_sync_step, no_sync_step, plain_step
 from tests.ranks import on_ranks
@@ -50,14 +51,17 @@ def groups(replicas: int, shards: int) -> tuple[dist.ProcessGroup, dist.ProcessG
 
 def hybrid(**changes: Any) -> Callable[[Run], nn.Module]:
     """A Net with one unit per block over a (shard, replicate) pair of two and two ranks."""
-    return lambda run: run.wrap(Net(), **({"auto_wrap_policy": PER_BLOCK, "process_group": groups(2, 2)} | changes))
+    return lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK, **(changes or {"process_group": groups(2, 2)}))
 
 
 # ------------------------------------------------------------------ equal to torch
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32", "reduce_bf16", "bf16", "keep_low"])
+@pytest.mark.parametrize(
+    ("precision", "step"),
+    [*(("fp32", step) for step in STEPS)]
+    + [(precision, "no_sync_after_sync") for precision in ("bf16_reduce_fp32", "reduce_bf16", "bf16", "keep_low")],
+)
 @pytest.mark.parametrize("strategy", HYBRID)
 @on_ranks(4)
 def test_hybrid_training_equals_torch(rank: int, world_size: int, strategy: str, precision: str, step: str) -> None:
@@ -69,7 +73,7 @@ def test_hybrid_training_equals_torch(rank: int, world_size: int, strategy: str,
 @pytest.mark.parametrize("strategy", HYBRID)
 @on_ranks(4)
 def test_hybrid_training_on_a_mesh_equals_torch(rank: int, world_size: int, strategy: str) -> None:
-    build = hybrid(process_group=None, device_mesh=mesh(2, 2))
+    build = hybrid(device_mesh=mesh(2, 2))
     compare(Point("mesh", strategy), Scenario(build, plain_step), rank, world_size)
 
 
@@ -131,42 +135,55 @@ def test_mixed_strategies_equal_torch(
 # ------------------------------------------------------------------ what is sent
 
 
+Call = tuple[str, dist.ProcessGroup, Tensor]  # a reduction: its kind, its group, and the tensor that it is given
+
+
+def recorded_reductions(run: Callable[[], None]) -> list[Call]:
+    """The reductions that ``run`` sends, in order."""
+    calls: list[Call] = []
+    scatter, reduce = dist.reduce_scatter_single, dist.all_reduce
+
+    def on_scatter(output: Tensor, full: Tensor, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        calls.append(("reduce_scatter", group, full.clone()))
+        return scatter(output, full, *args, group=group, **kwargs)
+
+    def on_reduce(tensor: Tensor, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+        calls.append(("all_reduce", group, tensor.clone()))
+        return reduce(tensor, *args, group=group, **kwargs)
+
+    with (
+        mock.patch.object(dist, "reduce_scatter_single", on_scatter),
+        mock.patch.object(dist, "all_reduce", on_reduce),
+    ):
+        run()
+    return calls
+
+
+def reductions_of_a_step(name: str, rank: int, world_size: int, strategy: str, no_sync: bool = False) -> list[Call]:
+    torch.manual_seed(7)
+    run = Run(Point("calls", strategy, precision="reduce_bf16"), implementation(name), rank, world_size)
+    model = hybrid()(run)
+    with model.no_sync() if no_sync else contextlib.nullcontext():
+        return recorded_reductions(lambda: model(run.batch()).square().sum().backward())
+
+
 @pytest.mark.parametrize("strategy", HYBRID)
 @on_ranks(4)
 def test_each_unit_reduces_over_the_shards_and_then_over_the_replicas(
     rank: int, world_size: int, strategy: str
 ) -> None:
+    """What is sent says where the factors are applied: before the first reduction, and after the second."""
     shard, replicate = groups(2, 2)
-    model = hybrid()(Run(Point("calls", strategy), implementation("fsdp_c"), rank, world_size))
-    calls = recorded_reductions(lambda: model(torch.ones(1, WIDTH)).sum().backward())
-    assert calls == [("reduce_scatter", shard), ("all_reduce", replicate)] * 4
+    expected = reductions_of_a_step("torch", rank, world_size, strategy)
+    actual = reductions_of_a_step("fsdp_c", rank, world_size, strategy)
+    assert [call[:2] for call in actual] == [("reduce_scatter", shard), ("all_reduce", replicate)] * 4
+    assert [call[:2] for call in expected] == [call[:2] for call in actual]
+    assert all(torch.equal(one[2], other[2]) for one, other in zip(expected, actual, strict=True))
 
 
 @on_ranks(4)
 def test_no_sync_sends_nothing(rank: int, world_size: int) -> None:
-    model = hybrid()(Run(Point("calls", "HYBRID_SHARD"), implementation("fsdp_c"), rank, world_size))
-    with model.no_sync():
-        assert recorded_reductions(lambda: model(torch.ones(1, WIDTH)).sum().backward()) == []
-
-
-def recorded_reductions(run: Callable[[], None]) -> list[tuple[str, dist.ProcessGroup]]:
-    """The reductions that ``run`` sends, with their groups, in order."""
-    calls: list[tuple[str, dist.ProcessGroup]] = []
-
-    def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
-            calls.append((name, group))
-            return original(*args, group=group, **kwargs)
-
-        return record
-
-    scatter = recorder("reduce_scatter", dist.reduce_scatter_single)
-    with (
-        mock.patch.object(dist, "reduce_scatter_single", scatter),
-        mock.patch.object(dist, "all_reduce", recorder("all_reduce", dist.all_reduce)),
-    ):
-        run()
-    return calls
+    assert reductions_of_a_step("fsdp_c", rank, world_size, "HYBRID_SHARD", no_sync=True) == []
 
 
 # ------------------------------------------------------------------ parity row 1
@@ -196,7 +213,6 @@ def test_replicas_of_one_shard_are_reduced(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_replicas_of_one_shard_stay_equal_over_steps(rank: int, world_size: int) -> None:
-    torch.manual_seed(5)
     build = hybrid(process_group=groups(2, 1))
     trace = record_run(
         Point("replicas", "HYBRID_SHARD", precision="bf16"),

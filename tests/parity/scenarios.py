@@ -274,11 +274,13 @@ def edited_grads_step(run: Run) -> None:
 
 
 def edited_params_step(run: Run) -> None:
+    """Without use_orig_params torch forgets new data after one forward: test_differences.py has that."""
     plain_step(run)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.add_(0.01)
-            parameter.data = parameter.data * 0.99
+            if run.point.use_orig_params:
+                parameter.data = parameter.data * 0.99
     run.record_params("after edits")
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_c import FullyShardedDataParallel, _C
+from fsdp_c import _C, FullyShardedDataParallel
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,8 +33,12 @@ def test_forward_inside_summon_names_the_unit_and_both_states(model):
 
 
 def test_a_refused_transition_leaves_the_next_step_intact(model):
-    with FullyShardedDataParallel.summon_full_params(model), pytest.raises(RuntimeError):
-        model(torch.randn(2, 4))
+    with FullyShardedDataParallel.summon_full_params(model):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 4))
+        assert model.module.weight.shape == (4, 4)
+    assert model._handle.training_state == _C.USE_IDLE
+    assert _C.live_unsharded_nbytes() == 0
     model(torch.randn(2, 4)).sum().backward()
     assert model._handle.training_state == _C.USE_IDLE
     assert model._handle.param_state == _C.PARAM_SHARDED

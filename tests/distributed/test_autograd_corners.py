@@ -1,0 +1,621 @@
+"""Graphs and outputs beyond one forward and one backward, against the unsharded model on the batches of all ranks."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+CPU = torch.device("cpu")
+
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    from fsdp_c import FullyShardedDataParallel
+
+    options = {"device_id": CPU, "use_orig_params": True, "sharding_strategy": ShardingStrategy[strategy]}
+    return FullyShardedDataParallel(module, **(options | arguments))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make().double()
+
+
+def plain(**options: Any) -> Net:
+    return seeded(lambda: Net(**options))
+
+
+def sharded(strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    return wrap(plain(**(net or {})), strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), **arguments)
+
+
+def batch(rank: int, index: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+Step = Callable[[Any, int], None]
+
+
+def full_gradients(model: Any) -> dict[str, Tensor]:
+    """Whole gradients by name, zero for none: what one step of plain SGD takes away."""
+    before = full_values(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    after = full_values(model)
+    return {name: before[name] - after[name] for name in before}
+
+
+def full_values(model: Any) -> dict[str, Tensor]:
+    if not hasattr(type(model), "summon_full_params"):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with type(model).summon_full_params(model):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+        }
+
+
+def expected_gradients(model: nn.Module, step: Step, world_size: int) -> dict[str, Tensor]:
+    for rank in range(world_size):
+        step(model, rank)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= world_size
+    return full_gradients(model)
+
+
+def live_nbytes() -> int:
+    from fsdp_c import _C
+
+    return _C.live_unsharded_nbytes()
+
+
+def settled_nbytes() -> int:
+    """What is live once models of earlier tests have gone."""
+    gc.collect()
+    return live_nbytes()
+
+
+def assert_same_gradients(model: Any, reference: nn.Module, step: Step, rank: int, world_size: int) -> None:
+    """``step`` accumulates the same gradients in both, ends with nothing gathered, and some gradient is not zero."""
+    before = live_nbytes()
+    step(model, rank)
+    assert live_nbytes() == before
+    expected, actual = expected_gradients(reference, step, world_size), full_gradients(model)
+    assert set(expected) == set(actual)
+    assert any(bool(value.count_nonzero()) for value in expected.values())
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+# ----------------------------------------------------------------- graphs
+
+
+def fed_back(model: Any, rank: int) -> None:
+    loss_of(model(model(batch(rank)))).backward()
+
+
+def two_forwards(model: Any, rank: int) -> None:
+    (loss_of(model(batch(rank))) + loss_of(model(batch(rank, 1)))).backward()
+
+
+def first_forward_backward_first(model: Any, rank: int) -> None:
+    first, second = loss_of(model(batch(rank))), loss_of(model(batch(rank, 1)))
+    first.backward()
+    second.backward()
+
+
+def last_forward_backward_first(model: Any, rank: int) -> None:
+    first, second = loss_of(model(batch(rank))), loss_of(model(batch(rank, 1)))
+    second.backward()
+    first.backward()
+
+
+def one_of_two_forwards(model: Any, rank: int) -> None:
+    model(batch(rank, 1))
+    loss_of(model(batch(rank))).backward()
+
+
+def retained(model: Any, rank: int) -> None:
+    loss = loss_of(model(batch(rank)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def retained_and_another_forward(model: Any, rank: int) -> None:
+    loss = loss_of(model(batch(rank)))
+    loss.backward(retain_graph=True)
+    loss_of(model(batch(rank, 1))).backward()
+    loss.backward()
+
+
+def gradients_of_inputs_first(model: Any, rank: int) -> None:
+    x = batch(rank).requires_grad_()
+    torch.autograd.grad(loss_of(model(x)), x)
+    loss_of(model(batch(rank, 1))).backward()
+
+
+def by_part_of_the_output(model: Any, rank: int) -> None:
+    model(batch(rank))[0].sum().backward()
+
+
+def through_a_no_grad_forward(model: Any, rank: int) -> None:
+    with torch.no_grad():
+        x = model(batch(rank))
+    loss_of(model(x)).backward()
+
+
+def after_inference_mode(model: Any, rank: int) -> None:
+    with torch.inference_mode():
+        model(batch(rank))
+    loss_of(model(batch(rank))).backward()
+
+
+GRAPHS = {
+    step.__name__: step
+    for step in (
+        fed_back,
+        two_forwards,
+        first_forward_backward_first,
+        last_forward_backward_first,
+        one_of_two_forwards,
+        retained,
+        retained_and_another_forward,
+        gradients_of_inputs_first,
+        by_part_of_the_output,
+        through_a_no_grad_forward,
+        after_inference_mode,
+    )
+}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_graph_gives_the_gradients_of_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, graph: str
+) -> None:
+    model = sharded(strategy, use_orig_params=use_orig_params)
+    assert_same_gradients(model, plain(), GRAPHS[graph], rank, world_size)
+
+
+@pytest.mark.parametrize("graph", ["fed_back", "two_forwards", "retained"])
+@pytest.mark.parametrize("mode", ["reentrant", "nonreentrant"])
+@pytest.mark.parametrize("place", ["around", "checkpoint_mode"])
+@all_strategies
+@on_ranks(2)
+def test_checkpointed_graph_gives_the_gradients_of_the_plain_model(
+    rank: int, world_size: int, strategy: str, place: str, mode: str, graph: str
+) -> None:
+    if graph == "retained" and mode == "reentrant":
+        pytest.skip("a reentrant checkpoint cannot be walked twice, sharded or not")
+    options = {place: mode}
+    assert_same_gradients(sharded(strategy, net=options), plain(**options), GRAPHS[graph], rank, world_size)
+
+
+@all_strategies
+@on_ranks(2)
+def test_unit_used_alone_and_then_the_whole(rank: int, world_size: int, strategy: str) -> None:
+    def step(model: Any, rank: int) -> None:
+        loss_of(model(batch(rank))).backward()
+        blocks = getattr(model, "module", model).blocks
+        loss_of(blocks[1](batch(rank, 1))).backward()
+        loss_of(model(batch(rank, 2))).backward()
+
+    assert_same_gradients(sharded(strategy), plain(), step, rank, world_size)
+
+
+@on_ranks(2)
+def test_unit_used_alone_first_is_refused_as_root_of_its_own_tree_later(rank: int, world_size: int) -> None:
+    model = sharded()
+    loss_of(model.module.blocks[1](batch(rank))).backward()
+    with pytest.raises(AssertionError, match="blocks.1.*already the root"):
+        model(batch(rank))
+
+
+class Nested(nn.Module):
+    """A checkpoint around an inner unit, inside an outer one."""
+
+    def __init__(self, wrap_inner: Callable[[nn.Module], nn.Module], reentrant: bool) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inner = wrap_inner(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, self.before(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("outer_too", [True, False])
+@all_strategies
+@on_ranks(2)
+def test_checkpoint_around_a_unit_within_a_unit(
+    rank: int, world_size: int, strategy: str, outer_too: bool, reentrant: bool
+) -> None:
+    class Outer(nn.Module):
+        def __init__(self, wrap_inner: Callable[[nn.Module], nn.Module]) -> None:
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.nested = wrap_inner(Nested(wrap_inner, reentrant))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            return checkpoint(self.nested, x, use_reentrant=reentrant) if outer_too else self.nested(x)
+
+    model = wrap(seeded(lambda: Outer(lambda module: wrap(module.double(), strategy))), strategy)
+    reference = seeded(lambda: Outer(lambda module: module.double()))
+
+    def step(model: Any, rank: int) -> None:
+        loss_of(model(batch(rank))).backward()
+
+    assert_same_gradients(model, reference, step, rank, world_size)
+
+
+# ----------------------------------------------------------------- inputs
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_inputs_get_the_gradients_of_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    model, reference = sharded(strategy, use_orig_params=use_orig_params), plain()
+    found = []
+    for one in (model, reference):
+        x = batch(rank).requires_grad_()
+        by_grad = torch.autograd.grad(loss_of(one(x)), x)[0]
+        loss_of(one(x)).backward()
+        assert torch.equal(x.grad, by_grad)
+        found.append(by_grad)
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-14)
+
+
+@all_strategies
+@on_ranks(2)
+def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    before = settled_nbytes()
+    model = sharded(strategy)
+    x = batch(rank).requires_grad_()
+    torch.autograd.grad(loss_of(model(x)), x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert live_nbytes() == before
+
+
+@all_strategies
+@on_ranks(2)
+def test_frozen_units_free_their_storage_during_backward(rank: int, world_size: int, strategy: str) -> None:
+    before = settled_nbytes()
+    model = plain()
+    model.blocks[2].requires_grad_(False)
+    model = wrap(model, strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    frozen = model.module.blocks[2]._handle
+    seen = []
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: seen.append(frozen.unsharded_nbytes))
+
+    model.module.blocks[0].module.norm.register_forward_hook(watch)
+    for _ in range(2):
+        loss_of(model(batch(rank))).backward()
+    assert seen == [0, 0]
+    assert live_nbytes() == before
+
+
+# ----------------------------------------------------------------- outputs
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor
+
+
+class OrderedOutput(collections.OrderedDict):
+    """What model libraries return."""
+
+
+@dataclasses.dataclass
+class DataOutput:
+    value: Tensor
+    other: Any = None
+
+
+class Registered:
+    """A container of its own kind, known to pytree."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+def register_container() -> None:
+    if Registered not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(Registered, lambda one: ([one.value], None), lambda items, _: Registered(*items))
+
+
+class Unknown:
+    """A container that nobody knows."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dict": (lambda x: {"value": x, "number": 1}, lambda out: out["value"]),
+    "nested list": (lambda x: [[x], (x * 2, None)], lambda out: out[0][0] + out[1][0]),
+    "tuple": (lambda x: (x, "text"), lambda out: out[0]),
+    "named tuple": (lambda x: Pair(x, x * 2), lambda out: out.left + out.right),
+    "dataclass": (lambda x: DataOutput(x), lambda out: out.value),
+    "dataclass in dict": (lambda x: {"a": DataOutput(x, [x])}, lambda out: out["a"].value + out["a"].other[0]),
+    "ordered dict": (lambda x: OrderedOutput(value=x), lambda out: out["value"]),
+    "default dict": (lambda x: collections.defaultdict(list, value=x), lambda out: out["value"]),
+    "registered pytree": (Registered, lambda out: out.value),
+    "registered pytree in list": (lambda x: [Registered(x)], lambda out: out[0].value),
+    "registered pytree in dataclass": (lambda x: DataOutput(Registered(x)), lambda out: out.value.value),
+    "deque": (lambda x: collections.deque([x]), lambda out: out[0]),
+}
+
+
+class Returns(nn.Module):
+    def __init__(self, make: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.make = make
+        self.returned: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        self.returned = self.make(torch.tanh(self.layer(x)))
+        return self.returned
+
+
+class Takes(nn.Module):
+    """An inner unit between two layers, whose weight its backward needs gathered."""
+
+    def __init__(self, make: Callable[[Tensor], Any], take: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+        self.inner = Returns(make)
+        self.take = take
+        self.same = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.inner(self.before(x))
+        self.same = output is getattr(self.inner, "module", self.inner).returned
+        return self.take(output)
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_outputs_in_containers_are_returned_themselves_and_can_be_trained(
+    rank: int, world_size: int, strategy: str, kind: str
+) -> None:
+    register_container()
+    model = wrap(seeded(lambda: Takes(*OUTPUTS[kind])), strategy, auto_wrap_policy=ModuleWrapPolicy({Returns}))
+
+    def step(model: Any, rank: int) -> None:
+        loss_of(model(batch(rank))).backward()
+
+    assert_same_gradients(model, seeded(lambda: Takes(*OUTPUTS[kind])), step, rank, world_size)
+    assert model.module.same
+
+
+@on_ranks(2)
+def test_tensors_in_an_unknown_container_are_trained_or_refused_by_name(rank: int, world_size: int) -> None:
+    def make() -> nn.Module:
+        return seeded(lambda: Takes(Unknown, lambda out: out.value))
+
+    def step(model: Any, rank: int) -> None:
+        loss_of(model(batch(rank))).backward()
+
+    model = wrap(make(), auto_wrap_policy=ModuleWrapPolicy({Returns}))
+    try:
+        assert_same_gradients(model, make(), step, rank, world_size)
+    except RuntimeError as error:
+        assert "Returns" in str(error) and "Unknown" in str(error)
+
+
+@all_strategies
+@on_ranks(2)
+def test_unused_outputs_need_no_backward(rank: int, world_size: int, strategy: str) -> None:
+    def make() -> nn.Module:
+        return seeded(lambda: Takes(lambda x: {"used": x, "unused": x * 3}, lambda out: out["used"]))
+
+    def step(model: Any, rank: int) -> None:
+        for index in range(2):
+            loss_of(model(batch(rank, index))).backward()
+
+    model = wrap(make(), strategy, auto_wrap_policy=ModuleWrapPolicy({Returns}))
+    assert_same_gradients(model, make(), step, rank, world_size)
+
+
+@on_ranks(2)
+def test_outputs_can_be_pickled_and_detached_ones_copied(rank: int, world_size: int) -> None:
+    output = sharded()(batch(rank))
+    assert torch.equal(pickle.loads(pickle.dumps(output)), output)
+    assert torch.equal(copy.deepcopy(output.detach()), output)
+
+
+@on_ranks(2)
+def test_packed_sequences_pass_in_and_out(rank: int, world_size: int) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTM(WIDTH, 4)
+
+        def forward(self, sequence: PackedSequence) -> PackedSequence:
+            return self.cell(sequence)[0]
+
+    def step(model: Any, rank: int) -> None:
+        loss_of(model(pack_sequence([batch(rank), batch(rank, 1)[:2]])).data).backward()
+
+    assert_same_gradients(wrap(seeded(Recurrent)), seeded(Recurrent), step, rank, world_size)
+
+
+# ----------------------------------------------------------------- modules
+
+
+class Recurrent(nn.Module):
+    """nn.LSTM and nn.GRU keep their weights in a list of their own, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, 4, num_layers=2, bidirectional=True)
+        self.gru = nn.GRU(8, 3, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gru(self.lstm(x)[0])[0]
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_recurrent_modules_train_like_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    def step(model: Any, rank: int) -> None:
+        for index in range(3):
+            loss_of(model(batch(rank, index))).backward()
+
+    model = wrap(
+        seeded(Recurrent), strategy, auto_wrap_policy=ModuleWrapPolicy({nn.LSTM}), use_orig_params=use_orig_params
+    )
+    assert_same_gradients(model, seeded(Recurrent), step, rank, world_size)
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the output layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.block(self.embedding(tokens)))
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_tied_embeddings_train_like_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    def step(model: Any, rank: int) -> None:
+        loss_of(model(torch.tensor([[1, 2, 3 + rank]]))).backward()
+
+    model = wrap(seeded(Tied), strategy, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    assert model.module.head.weight is model.module.embedding.weight or not use_orig_params
+    assert_same_gradients(model, seeded(Tied), step, rank, world_size)
+
+
+@on_ranks(2)
+def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int, world_size: int) -> None:
+    def hooked(model: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+        block = model.blocks[1]
+        block.register_forward_pre_hook(lambda module, args: seen.append(("pre", args[0].shape)))
+        block.register_forward_hook(lambda module, args, output: seen.append(("forward", output.shape)))
+        block.register_full_backward_pre_hook(lambda module, grads: seen.append(("backward pre", grads[0].shape)))
+        block.register_full_backward_hook(
+            lambda module, inputs, outputs: seen.append(("backward", inputs[0].shape, outputs[0].shape))
+        )
+        block.up.register_forward_hook(lambda module, args, output: seen.append(("weight", module.weight.shape)))
+        return seen
+
+    reference, model = plain(), plain()
+    expected, actual = hooked(reference), hooked(model)
+    model = wrap(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    model.register_full_backward_hook(lambda module, inputs, outputs: actual.append("root"))
+    for one in (reference, model):
+        x = batch(rank).requires_grad_()
+        loss_of(one(x)).backward()
+    assert actual == [*expected, "root"]
+    assert len(expected) == 5
+
+
+# ----------------------------------------------------------------- refused, and inference
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_gradients_of_gradients_are_refused_clearly_x069(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    model = sharded(strategy, use_orig_params=use_orig_params)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit .*gradients that themselves require gradients"):
+        loss_of(model(batch(rank))).backward(create_graph=True)
+
+
+@all_strategies
+@on_ranks(2)
+def test_gradient_penalty_is_refused_or_right(rank: int, world_size: int, strategy: str) -> None:
+    def step(model: Any, rank: int) -> None:
+        x = batch(rank).requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(model(x)), x, create_graph=True)
+        gradient.square().sum().backward()
+
+    model = sharded(strategy)
+    try:
+        assert_same_gradients(model, plain(), step, rank, world_size)
+    except RuntimeError as error:
+        # as with torch: a second derivative reads parameters that were freed, and autograd says so
+        refusals = ("gradients that themselves require gradients", "out of bounds for storage")
+        assert any(text in str(error) for text in refusals)
+
+
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_inference_mode_gives_the_plain_output_and_holds_nothing(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    before = settled_nbytes()
+    model = sharded(strategy, use_orig_params=use_orig_params)
+    with torch.inference_mode():
+        assert torch.equal(model(batch(rank)), plain()(batch(rank)))
+    assert live_nbytes() == before
+
+
+@all_strategies
+@on_ranks(2)
+def test_mixed_precision_graphs_are_finite_and_leave_nothing(rank: int, world_size: int, strategy: str) -> None:
+    before = settled_nbytes()
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(strategy, mixed_precision=precision)
+    for graph in (two_forwards, retained, first_forward_backward_first):
+        graph(model, rank)
+        assert live_nbytes() == before, graph.__name__
+    assert all(value.isfinite().all() for value in full_gradients(model).values())

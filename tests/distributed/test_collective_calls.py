@@ -1,0 +1,320 @@
+"""Which collectives a step calls, how often and in what order: counts of surface rows E-012 to E-016, next to torch's.
+
+Collectives are seen by replacing the functions of ``torch.distributed``, which is also what is tested: a replacement is
+called instead of the native path.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+from tests.parity.engine import implementation
+from tests.ranks import on_ranks
+
+UNITS = 4
+WIDTHS = (5, 6, 7, 8, 9)  # every unit has another size, by which its collectives are told apart
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+KINDS = {
+    "all_gather": "AG",  # torch's way on the CPU
+    "all_gather_single": "AG",
+    "all_gather_into_tensor": "AG",
+    "reduce_scatter_single": "RS",
+    "reduce_scatter_tensor": "RS",
+    "all_reduce": "AR",
+}
+
+
+class Chain(nn.Module):
+    """A root that owns the first layer, and three units that it calls one after the other."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.first = nn.Linear(WIDTHS[0], WIDTHS[1])
+        layers = [nn.Linear(*WIDTHS[index : index + 2]) for index in range(1, UNITS)]
+        self.layers = nn.ModuleList(wrap(layer) for layer in layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(torch.tanh(x))
+        return x
+
+
+def build(which: str, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    def wrap(module: nn.Module) -> Any:
+        return implementation(which)(
+            module,
+            sharding_strategy=ShardingStrategy[strategy],
+            device_id=torch.device("cpu"),
+            **({"use_orig_params": True} | arguments),
+        )
+
+    return wrap(Chain(wrap))
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
+
+
+def step(model: Any, rank: int) -> None:
+    model(batch(rank)).square().mean().backward()
+
+
+@contextmanager
+def calls() -> Iterator[list[Any]]:
+    """(kind, elements of all ranks together) of each collective."""
+    seen: list[Any] = []
+
+    def logged(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(first: Tensor | list[Tensor], *rest: Any, **options: Any) -> Any:
+            tensors = [first, *rest] if isinstance(first, Tensor) else [torch.cat(first)]
+            seen.append((KINDS[name], max(one.numel() for one in tensors if isinstance(one, Tensor))))
+            return original(first, *rest, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_gather_single", "reduce_scatter_single", "all_reduce"):
+            patch.setattr(dist, name, logged(name, getattr(dist, name)))
+        yield seen
+
+
+def counted(seen: list[Any]) -> dict[str, int]:
+    return dict(Counter(kind for kind, _ in seen))
+
+
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+both = pytest.mark.parametrize("which", ["torch", "fsdp_c"])
+
+# ----------------------------------------------------------------- counts
+
+FORWARD = {"FULL_SHARD": {"AG": 4}, "SHARD_GRAD_OP": {"AG": 4}, "NO_SHARD": {}}
+BACKWARD = {"FULL_SHARD": {"AG": 3, "RS": 4}, "SHARD_GRAD_OP": {"RS": 4}, "NO_SHARD": {"AR": 4}}
+NO_SYNC = {"FULL_SHARD": {"AG": 7}, "SHARD_GRAD_OP": {"AG": 4}, "NO_SHARD": {}}
+SYNC_AFTER_NO_SYNC = {"FULL_SHARD": {"AG": 7, "RS": 4}, "SHARD_GRAD_OP": {"RS": 4}, "NO_SHARD": {"AR": 4}}
+EVALUATION_AGAIN = {
+    "torch": {"FULL_SHARD": {"AG": 3}, "SHARD_GRAD_OP": {}, "NO_SHARD": {}},
+    "fsdp_c": {"FULL_SHARD": {"AG": 4}, "SHARD_GRAD_OP": {"AG": 4}, "NO_SHARD": {}},
+}
+
+
+@both
+@both_views
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_forward_gathers_each_unit_once_e012(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+) -> None:
+    model = build(which, strategy, use_orig_params=use_orig_params)
+    with calls() as seen:
+        model(batch(rank))
+    assert counted(seen) == FORWARD[strategy]
+
+
+@both
+@both_views
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_backward_gathers_freed_units_and_reduces_every_unit_once_e013(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+) -> None:
+    model = build(which, strategy, use_orig_params=use_orig_params)
+    for _ in range(3):
+        loss = model(batch(rank)).sum()
+        with calls() as seen:
+            loss.backward()
+        assert counted(seen) == BACKWARD[strategy]
+
+
+@both
+@both_views
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+) -> None:
+    model = build(which, strategy, use_orig_params=use_orig_params)
+    with calls() as seen, model.no_sync():
+        step(model, rank)
+    assert counted(seen) == NO_SYNC[strategy]
+    with calls() as seen:
+        step(model, rank)
+    assert counted(seen) == SYNC_AFTER_NO_SYNC[strategy]
+
+
+@both
+@both_views
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale_e016(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, which: str
+) -> None:
+    """Parity 4: torch saves these gathers with copies that an optimizer step in between would not reach."""
+    model = build(which, strategy, use_orig_params=use_orig_params).eval()
+    with torch.no_grad():
+        model(batch(rank))
+        with calls() as seen:
+            model(batch(rank))
+    assert counted(seen) == EVALUATION_AGAIN[which][strategy]
+
+
+# ----------------------------------------------------------------- replacements
+
+
+@pytest.mark.parametrize("name", ["all_gather_single", "all_gather_into_tensor"])
+@on_ranks(2)
+def test_replaced_all_gather_fills_the_parameters(rank: int, world_size: int, name: str) -> None:
+    model = build("fsdp_c")
+    before = model(batch(rank)).detach()
+    original = dist.all_gather_into_tensor
+
+    def zeros(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
+        original(output, input, group=group)
+        output.zero_()
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(dist, name, zeros)
+        assert model(batch(rank)).count_nonzero() == 0
+    with torch.no_grad():
+        assert torch.equal(model(batch(rank)), before)
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter_single", "reduce_scatter_tensor"])
+@on_ranks(2)
+def test_replaced_reduce_scatter_makes_the_gradients(rank: int, world_size: int, name: str) -> None:
+    model = build("fsdp_c", use_orig_params=False)
+
+    def rank_number(output: Tensor, input: Tensor, group: Any = None, **options: Any) -> None:
+        assert group is dist.group.WORLD and input.numel() == world_size * output.numel()
+        output.fill_(rank + 1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, rank_number)
+        step(model, rank)
+    values = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
+    assert len(values) == 1 and values.pop() == pytest.approx((rank + 1.0) / model._gradient_postdivide_factor)
+
+
+@on_ranks(2)
+def test_replaced_all_reduce_makes_the_gradients_of_no_shard(rank: int, world_size: int) -> None:
+    model = build("fsdp_c", "NO_SHARD", use_orig_params=False)
+
+    def fill(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> None:
+        assert group is dist.group.WORLD
+        tensor.fill_(3.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", fill)
+        step(model, rank)
+    values = {value for parameter in model.parameters() for value in parameter.grad.tolist()}
+    assert len(values) == 1 and values.pop() == pytest.approx(3.0 / model._gradient_postdivide_factor)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_replacements_that_pass_through_change_no_bit(rank: int, world_size: int, strategy: str) -> None:
+    native, logged = build("fsdp_c", strategy), build("fsdp_c", strategy)
+    step(native, rank)
+    with calls() as seen:
+        step(logged, rank)
+    assert seen or strategy == "NO_SHARD"
+    for one, other in zip(native.parameters(), logged.parameters(), strict=True):
+        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
+
+
+@on_ranks(2)
+def test_native_path_returns_when_the_replacement_is_taken_away(rank: int, world_size: int) -> None:
+    model = build("fsdp_c")
+    with calls() as seen:
+        step(model, rank)
+    count = len(seen)
+    step(model, rank)
+    assert len(seen) == count > 0
+
+
+# ----------------------------------------------------------------- order
+
+
+def orders(which: str, rank: int, **arguments: Any) -> list[list[Any]]:
+    """For each of three steps: the collectives, and between them the layers as they run forward and backward."""
+    model = build(which, **arguments)
+    steps = []
+    with calls() as seen:
+
+        def note(direction: str, index: int) -> Callable[..., None]:
+            return lambda *ignored: seen.append((direction, index))
+
+        for index, layer in enumerate([model.module.first, *(unit.module for unit in model.module.layers)]):
+            layer.register_forward_hook(note("forward", index))
+            layer.register_full_backward_hook(note("backward", index))
+        for _ in range(3):
+            seen.clear()
+            step(model, rank)
+            steps.append(list(seen))
+    return steps
+
+
+def without_backward(order: list[Any]) -> list[Any]:
+    return [event for event in order if event[0] != "backward"]
+
+
+PREFETCH: dict[str, dict[str, Any]] = {
+    "backward_pre": {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE},
+    "backward_post": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "backward_none": {"backward_prefetch": None},
+    "forward": {"forward_prefetch": True},
+}
+
+
+@pytest.mark.parametrize("mode", PREFETCH)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_collectives_and_computation_are_in_the_order_of_torch(
+    rank: int, world_size: int, strategy: str, mode: str
+) -> None:
+    found = {which: orders(which, rank, strategy=strategy, **PREFETCH[mode]) for which in ("torch", "fsdp_c")}
+    if mode == "forward":  # torch's views of a unit gathered ahead come early in the graph, so it reduces a layer late
+        found = {which: [without_backward(one) for one in steps] for which, steps in found.items()}
+    assert found["fsdp_c"] == found["torch"]
+
+
+@on_ranks(2)
+def test_each_prefetch_mode_changes_the_order_and_nothing_else(rank: int, world_size: int) -> None:
+    found = {mode: orders("fsdp_c", rank, **options)[-1] for mode, options in PREFETCH.items()}
+    for mode, order in found.items():
+        others = [one for name, one in found.items() if name != mode]
+        assert order not in others, mode
+        assert all(Counter(order) == Counter(one) for one in others), mode
+
+
+@on_ranks(2)
+def test_backward_pre_gathers_the_next_unit_before_a_unit_computes(rank: int, world_size: int) -> None:
+    def gathered_before_layer_2(**options: Any) -> int:
+        order = orders("fsdp_c", rank, **options)[-1]
+        backward = order[order.index(("forward", UNITS - 1)) + 1 :]
+        return sum(kind == "AG" for kind, _ in backward[: backward.index(("backward", 2))])
+
+    assert gathered_before_layer_2(backward_prefetch=BackwardPrefetch.BACKWARD_PRE) == 3
+    assert gathered_before_layer_2(backward_prefetch=BackwardPrefetch.BACKWARD_POST) == 2
+    assert gathered_before_layer_2(backward_prefetch=None) == 2
+
+
+@pytest.mark.parametrize("mode", PREFETCH)
+@on_ranks(2)
+def test_prefetch_changes_no_bit_of_the_gradients(rank: int, world_size: int, mode: str) -> None:
+    plain, prefetching = build("fsdp_c", backward_prefetch=None), build("fsdp_c", **PREFETCH[mode])
+    for model in (plain, prefetching):
+        for _ in range(3):
+            step(model, rank)
+    for one, other in zip(plain.parameters(), prefetching.parameters(), strict=True):
+        assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)

@@ -1,0 +1,304 @@
+"""register_comm_hook (A-119, D-085, D-086, D-090): bitwise equal to torch's FSDP1, and its refusals (X-112 to X-115).
+
+torch's low-precision hooks end in an operation that the CPU lacks; where torch runs them here, that one is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    DefaultState,
+    LowPrecisionState,
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+    reduce_scatter_hook,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import Point, Run, Scenario, compare, implementation
+from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
+from tests.ranks import on_ranks
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
+STEPS = {"plain": plain_step, "accumulate": accumulate_step, "no_sync_after_sync": no_sync_after_sync_step}
+Hook = Callable[..., None]
+
+
+def sum_hook(state: list[int], grad: Tensor, shard: Tensor | None = None) -> None:
+    """Sums without averaging, counts its calls, and doubles what it sends."""
+    state.append(grad.numel())
+    grad.mul_(2)
+    if shard is None:
+        dist.all_reduce(grad)
+    else:
+        dist.reduce_scatter_tensor(shard, grad)
+
+
+def own_shard_hook(state: object, grad: Tensor, shard: Tensor | None = None) -> None:
+    """Sends nothing: the shard is this rank's part of its own gradient, in new data of another dtype."""
+    if shard is None:
+        grad.data = grad.data.double()
+    else:
+        shard.data = grad.chunk(dist.get_world_size())[dist.get_rank()].double()
+
+
+def default_hook(state: DefaultState, grad: Tensor, shard: Tensor | None = None) -> None:
+    """torch's hook for the strategy at hand."""
+    if shard is None:
+        allreduce_hook(state, grad)
+    else:
+        reduce_scatter_hook(state, grad, shard)
+
+
+CUSTOM: dict[str, tuple[Hook, Callable[[], object]]] = {
+    "default": (default_hook, lambda: DefaultState(dist.group.WORLD)),
+    "sum": (sum_hook, list),
+    "own_shard": (own_shard_hook, lambda: None),
+}
+
+
+@contextmanager
+def without_record_stream() -> Iterator[None]:
+    """What torch's low-precision hooks do last, less the operation that has no CPU kernel."""
+
+    def decompress(state: LowPrecisionState, grad: Tensor) -> None:
+        grad.data = grad.data.to(state.parameter_type)
+
+    with mock.patch.object(default_hooks, "_decompress", decompress):
+        yield
+
+
+def hooked(hook: Hook, state: Callable[[], object], late: bool = False) -> Callable[[Run], nn.Module]:
+    def build(run: Run) -> nn.Module:
+        model = run.wrap(Net(), auto_wrap_policy=PER_BLOCK)
+        if late:
+            model(torch.zeros(1, WIDTH)).sum().backward()
+            model.zero_grad()
+        model.register_comm_hook(state(), hook)
+        return model
+
+    return build
+
+
+# ------------------------------------------------------------------ equal to torch
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_custom_hooks_equal_torch(rank: int, world_size: int, strategy: str, precision: str, name: str) -> None:
+    point = Point(name, strategy, use_orig_params=precision == "fp32", precision=precision)
+    compare(point, Scenario(hooked(*CUSTOM[name]), accumulate_step), rank, world_size)
+
+
+@pytest.mark.parametrize(
+    ("precision", "step"),
+    [("fp32", "plain"), ("fp32", "no_sync_after_sync"), ("bf16", "accumulate"), ("keep_low", "plain")],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("hook", LOW_PRECISION)
+@on_ranks(2)
+def test_low_precision_hooks_equal_torch(
+    rank: int, world_size: int, hook: str, strategy: str, precision: str, step: str
+) -> None:
+    point = Point(step, strategy, use_orig_params=step != "plain", precision=precision)
+    build = hooked(LOW_PRECISION[hook], lambda: LowPrecisionState(dist.group.WORLD))
+    with without_record_stream():
+        compare(point, Scenario(build, STEPS[step]), rank, world_size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("hook", [None, "default"])
+@on_ranks(2)
+def test_kept_low_precision_gradients_equal_torch_where_the_reduction_has_another_dtype(
+    rank: int, world_size: int, hook: str | None, strategy: str
+) -> None:
+    """Sharded strategies hand gradients over in the compute dtype, NO_SHARD in that of the reduction (A-020)."""
+    keep = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, keep_low_precision_grads=True)
+
+    def build(run: Run) -> nn.Module:
+        model = run.wrap(Net(), auto_wrap_policy=PER_BLOCK, mixed_precision=keep)
+        if hook:
+            model.register_comm_hook(DefaultState(dist.group.WORLD), CUSTOM[hook][0])
+        return model
+
+    point = Point("keep", strategy, use_orig_params=False)
+    compare(point, Scenario(build, plain_step), rank, world_size)
+
+
+@on_ranks(3)
+def test_a_changed_state_changes_the_next_reduction(rank: int, world_size: int) -> None:
+    """Three ranks have both factors above one (2 and 1.5); the state says otherwise from the second step on."""
+
+    def build(run: Run) -> nn.Module:
+        run.state = LowPrecisionState(dist.group.WORLD)  # type: ignore[attr-defined]
+        return hooked(bf16_compress_hook, lambda: run.state)(run)  # type: ignore[attr-defined]
+
+    def step(run: Run) -> None:
+        if run.step == 2:
+            run.state.gradient_predivide_factor, run.state.gradient_postdivide_factor = 0.25, 7  # type: ignore[attr-defined]
+        plain_step(run)
+
+    with without_record_stream():
+        compare(Point("state"), Scenario(build, step), rank, world_size)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_hook_registered_after_a_step_equals_torch(rank: int, world_size: int, strategy: str) -> None:
+    build = hooked(fp16_compress_hook, lambda: LowPrecisionState(dist.group.WORLD), late=True)
+    with without_record_stream():
+        compare(Point("late", strategy), Scenario(build, plain_step), rank, world_size)
+
+
+# ------------------------------------------------------------------ what a hook sees
+
+
+def wrapped(name: str = "fsdp_c", strategy: str = "FULL_SHARD", **changes: Any) -> Any:
+    torch.manual_seed(2)
+    return implementation(name)(
+        Net(blocks=1),
+        auto_wrap_policy=PER_BLOCK,
+        device_id=torch.device("cpu"),
+        sharding_strategy=ShardingStrategy[strategy],
+        **changes,
+    )
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.linspace(-1, 1, WIDTH).repeat(2, 1)).square().sum().backward()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_a_hook_gets_what_torch_gives_it(rank: int, world_size: int, use_orig_params: bool, strategy: str) -> None:
+    seen: dict[str, list[Any]] = {"torch": [], "fsdp_c": []}
+
+    def record(calls: list[Any], grad: Tensor, shard: Tensor | None = None) -> None:
+        assert not torch.is_grad_enabled()
+        calls.append((grad.clone(), None if shard is None else shard.shape))
+        if shard is not None:
+            shard.zero_()
+
+    for name, calls in seen.items():
+        model = wrapped(name, strategy, use_orig_params=use_orig_params)
+        model.register_comm_hook(calls, record)
+        backward(model)
+    assert len(seen["torch"]) == len(seen["fsdp_c"]) == 2
+    for (grad, shape), (torch_grad, torch_shape) in zip(seen["fsdp_c"], seen["torch"], strict=True):
+        assert torch.equal(grad, torch_grad) and shape == torch_shape
+
+
+@on_ranks(2)
+def test_torch_cannot_run_a_low_precision_hook_on_the_cpu_and_fsdp_c_can(rank: int, world_size: int) -> None:
+    for name, expectation in (
+        ("torch", pytest.raises(RuntimeError, match="unknown parameter type")),
+        ("fsdp_c", nullcontext()),
+    ):
+        model = wrapped(name)
+        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), bf16_compress_hook)
+        with expectation:
+            backward(model)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+@on_ranks(2)
+def test_low_precision_hooks_are_known_by_identity(rank: int, world_size: int) -> None:
+    for hook, known in (
+        (fp16_compress_hook, True),
+        (bf16_compress_hook, True),
+        (functools.partial(fp16_compress_hook), False),
+        (sum_hook, False),
+    ):
+        model = wrapped()
+        assert not model._low_precision_hook_enabled()
+        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), hook)
+        assert model._low_precision_hook_enabled() is known
+
+
+@on_ranks(2)
+def test_a_hook_that_raises_is_followed_by_a_clean_step(rank: int, world_size: int) -> None:
+    fail = [True]
+
+    def hook(state: object, grad: Tensor, shard: Tensor) -> None:
+        if fail:
+            fail.pop()
+            raise ValueError("no network")
+        shard.fill_(3)
+
+    model = wrapped(use_orig_params=True)
+    model.register_comm_hook(None, hook)
+    with pytest.raises(ValueError, match="no network"):
+        backward(model)
+    backward(model)
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert grads and all(bool((grad == 3).all()) for grad in grads)
+
+
+@on_ranks(2)
+def test_a_hook_that_leaves_another_size_is_refused_by_name(rank: int, world_size: int) -> None:
+    def hook(state: object, grad: Tensor, shard: Tensor) -> None:
+        shard.data = shard.new_zeros(3)
+
+    model = wrapped()
+    model.register_comm_hook(None, hook)
+    with pytest.raises(RuntimeError, match=f"rank {rank}, unit .*communication hook left"):
+        backward(model)
+
+
+# ------------------------------------------------------------------ refusals
+
+
+@on_ranks(2)
+def test_a_hook_is_registered_on_the_root_only(rank: int, world_size: int) -> None:
+    model = wrapped()
+    with pytest.raises(AssertionError, match="root instance"):  # X-112
+        model.module.blocks[0].register_comm_hook(None, sum_hook)
+    assert model._comm_hook is None and isinstance(model.module.blocks[0].module, Block)
+
+
+@on_ranks(2)
+def test_hybrid_strategies_take_no_hook(rank: int, world_size: int) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2))
+    model = wrapped(strategy="HYBRID_SHARD", device_mesh=mesh)
+    with pytest.raises(AssertionError, match="not supported for hybrid strategies"):  # X-113
+        model.register_comm_hook(None, sum_hook)
+
+
+@on_ranks(2)
+def test_a_second_hook_is_refused(rank: int, world_size: int) -> None:
+    model = wrapped()
+    model.register_comm_hook([], sum_hook)
+    with pytest.raises(AssertionError, match="already registered"):  # X-114
+        model.register_comm_hook([], sum_hook)
+
+
+@on_ranks(2)
+def test_a_hook_must_be_callable(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="must be callable"):  # X-115
+        wrapped().register_comm_hook(None, 3)
+
+
+@on_ranks(2)
+def test_a_hook_is_not_registered_inside_a_backward(rank: int, world_size: int) -> None:
+    model = wrapped()
+    output = model(torch.ones(1, WIDTH))
+    output.register_hook(lambda grad: model.register_comm_hook([], sum_hook))
+    with pytest.raises(RuntimeError, match="before a backward"):
+        output.sum().backward()

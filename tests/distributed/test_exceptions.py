@@ -1,0 +1,368 @@
+"""An exception inside a step leaves nothing behind: no gathered storage, and the next steps are those of a run in which
+that step never happened, bit for bit, once the user has zeroed the gradients.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+
+STEPS_BEFORE = 2
+STEPS_AFTER = 3
+
+
+class Trouble(Exception):
+    """What the user's own code raises."""
+
+
+class RaiseInBackward(torch.autograd.Function):
+    """The identity, whose backward raises when told to."""
+
+    @staticmethod
+    def forward(context: Any, value: Tensor, switch: Switch) -> Tensor:
+        context.switch = switch
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        context.switch.maybe("autograd function")
+        return gradient, None
+
+
+class Switch:
+    """Raises at the armed place; every place is on the way of every run, so that all runs have the same graph."""
+
+    def __init__(self) -> None:
+        self.armed: str | None = None
+        self.error: type[BaseException] = Trouble
+
+    def maybe(self, place: str) -> None:
+        if place == self.armed:
+            raise self.error(f"at {place}")
+
+    @contextmanager
+    def at(self, place: str, error: type[BaseException] = Trouble) -> Iterator[None]:
+        self.armed, self.error = place, error
+        try:
+            yield
+        finally:
+            self.armed = None
+
+    def install(self, model: Net) -> None:
+        inner = model.blocks[1]
+        model.head.register_forward_pre_hook(lambda module, args: self.maybe("root forward"))
+        inner.register_forward_pre_hook(lambda module, args: self.maybe("before the inner forward"))
+        inner.down.register_forward_pre_hook(lambda module, args: self.maybe("inner forward"))
+        inner.norm.register_forward_hook(self._on_activation)
+        inner.up.register_full_backward_hook(lambda module, inputs, outputs: self.maybe("module's backward hook"))
+        model.head.register_forward_hook(lambda module, args, output: self._watch(output, "root tensor hook"))
+
+    def _on_activation(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        output = RaiseInBackward.apply(output, self)
+        self._watch(output, "tensor hook")
+        return output
+
+    def _watch(self, tensor: Tensor, place: str) -> None:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: self.maybe(place))
+
+
+FORWARD_PLACES = ("root forward", "before the inner forward", "inner forward")
+BACKWARD_PLACES = ("tensor hook", "module's backward hook", "autograd function")
+BEFORE_BACKWARD = ("root tensor hook",)  # raised before a unit was reached: no more than a forward without a backward
+PLACES = FORWARD_PLACES + BACKWARD_PLACES + BEFORE_BACKWARD
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+
+all_places = pytest.mark.parametrize("place", PLACES)
+places_in_units = pytest.mark.parametrize("place", FORWARD_PLACES + BACKWARD_PLACES)
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+class Trained:
+    """A model, its optimizer, and the record of its steps."""
+
+    def __init__(self, rank: int, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> None:
+        from fsdp_c import FullyShardedDataParallel
+
+        torch.manual_seed(5)
+        plain = Net()
+        self.rank = rank
+        self.switch = Switch()
+        self.switch.install(plain)
+        self.model = FullyShardedDataParallel(
+            plain,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=use_orig_params,
+            device_id=torch.device("cpu"),
+            **arguments,
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.losses: list[Tensor] = []
+
+    def loss(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(10 * number + self.rank)
+        return self.model(torch.randn(3, WIDTH, generator=generator)).float().square().mean()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            loss = self.loss(len(self.losses))
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss.detach().clone())
+
+    def failing_step(self, place: str, error: type[BaseException] = Trouble) -> None:
+        with self.switch.at(place, error), pytest.raises(error, match=f"at {place}"):
+            self.loss(99).backward()
+
+
+def live_nbytes() -> int:
+    from fsdp_c import _C
+
+    return _C.live_unsharded_nbytes()
+
+
+def settled_nbytes() -> int:
+    """What is live once models of earlier tests have gone."""
+    gc.collect()
+    return live_nbytes()
+
+
+def assert_same_run(expected: Trained, actual: Trained) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(expected.losses, actual.losses, strict=True))
+    for (name, one), other in zip(expected.model.named_parameters(), actual.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
+
+
+def uninterrupted(rank: int, *arguments: Any, **options: Any) -> Trained:
+    run = Trained(rank, *arguments, **options)
+    run.steps(STEPS_BEFORE + STEPS_AFTER)
+    return run
+
+
+@all_places
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_steps_after_an_exception_are_as_if_it_never_happened(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, place: str
+) -> None:
+    expected = uninterrupted(rank, strategy, use_orig_params)
+    run = Trained(rank, strategy, use_orig_params)
+    run.steps(STEPS_BEFORE)
+    run.failing_step(place)
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+@all_places
+@both_views
+@on_ranks(2)
+def test_steps_after_an_exception_in_the_first_step_are_as_if_it_never_happened(
+    rank: int, world_size: int, use_orig_params: bool, place: str
+) -> None:
+    expected = uninterrupted(rank, "FULL_SHARD", use_orig_params)
+    run = Trained(rank, "FULL_SHARD", use_orig_params)
+    run.failing_step(place)
+    run.optimizer.zero_grad()
+    run.steps(STEPS_BEFORE + STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+@places_in_units
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_an_exception_leaves_no_unsharded_storage(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, place: str
+) -> None:
+    before = settled_nbytes()
+    run = Trained(rank, strategy, use_orig_params)
+    run.steps(1)
+    assert live_nbytes() == before
+    run.failing_step(place)
+    assert live_nbytes() == before
+    run.steps(1)
+    assert live_nbytes() == before
+
+
+@all_places
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_mixed_precision_recovers_from_an_exception(rank: int, world_size: int, strategy: str, place: str) -> None:
+    options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)}
+    expected = uninterrupted(rank, strategy, **options)
+    run = Trained(rank, strategy, **options)
+    run.steps(STEPS_BEFORE)
+    run.failing_step(place)
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+@pytest.mark.parametrize("place", ["root forward", "inner forward", "autograd function"])
+@on_ranks(2)
+def test_keyboard_interrupt_is_passed_on_and_the_next_step_is_clean(rank: int, world_size: int, place: str) -> None:
+    expected = uninterrupted(rank)
+    run = Trained(rank)
+    run.steps(STEPS_BEFORE)
+    run.failing_step(place, KeyboardInterrupt)
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+@pytest.mark.parametrize("place", FORWARD_PLACES)
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_gradients_of_an_earlier_backward_survive_an_exception_in_forward(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, place: str
+) -> None:
+    """The optimizer step that follows must not be hidden by a copy gathered before it."""
+    expected = uninterrupted(rank, strategy, use_orig_params)
+    run = Trained(rank, strategy, use_orig_params)
+    run.steps(STEPS_BEFORE)
+    loss = run.loss(STEPS_BEFORE)
+    loss.backward()
+    run.failing_step(place)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    run.losses.append(loss.detach())
+    run.steps(STEPS_AFTER - 1)
+    assert_same_run(expected, run)
+
+
+@pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
+@on_ranks(2)
+def test_exception_inside_no_sync_leaves_a_clean_next_step(rank: int, world_size: int, place: str) -> None:
+    expected = uninterrupted(rank)
+    run = Trained(rank)
+    run.steps(STEPS_BEFORE)
+    with run.model.no_sync():
+        run.failing_step(place)
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+@pytest.mark.parametrize("options", [{"forward_prefetch": True}, {"backward_prefetch": None}], ids=["forward", "none"])
+@places_in_units
+@on_ranks(2)
+def test_prefetched_units_are_released_after_an_exception(
+    rank: int, world_size: int, place: str, options: dict[str, Any]
+) -> None:
+    before = settled_nbytes()
+    expected = uninterrupted(rank, **options)
+    run = Trained(rank, **options)
+    run.steps(STEPS_BEFORE)
+    run.failing_step(place)
+    assert live_nbytes() == before
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@on_ranks(2)
+def test_state_dict_and_evaluation_work_right_after_an_exception(rank: int, world_size: int, place: str) -> None:
+    expected, run = Trained(rank), Trained(rank)
+    for one in (expected, run):
+        one.steps(STEPS_BEFORE)
+    run.failing_step(place)
+    with torch.no_grad():
+        assert torch.equal(run.loss(7), expected.loss(7))
+    run.optimizer.zero_grad()
+    one, other = expected.model.state_dict(), run.model.state_dict()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@on_ranks(2)
+def test_summon_works_right_after_an_exception(rank: int, world_size: int) -> None:
+    for place in PLACES:
+        run = Trained(rank)
+        run.failing_step(place)
+        with type(run.model).summon_full_params(run.model):
+            assert run.model.module.head.weight.shape == (WIDTH, WIDTH), place
+
+
+# ----------------------------------------------------------------- a collective fails
+
+
+def failing_collective(*arguments: Any, **options: Any) -> Any:
+    raise Trouble("at the collective")
+
+
+@pytest.mark.parametrize("name", ["all_gather_single", "reduce_scatter_single"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_collective_that_raises_leaves_a_clean_next_step(rank: int, world_size: int, strategy: str, name: str) -> None:
+    before = settled_nbytes()
+    expected = uninterrupted(rank, strategy)
+    run = Trained(rank, strategy)
+    run.steps(STEPS_BEFORE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, name, failing_collective)
+        with pytest.raises(Trouble, match="at the collective"):
+            run.loss(99).backward()
+    assert live_nbytes() == before
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
+# ----------------------------------------------------------------- what errors of the library say
+
+
+def replace_data(run: Trained) -> None:
+    run.model.module.blocks[0].module.up.weight.data = torch.zeros(3, 3)
+    run.loss(0)
+
+
+def call_itself(run: Trained) -> None:
+    """The inner unit runs the unit that it is in."""
+    run.model.module.blocks[0].module.norm.register_forward_pre_hook(lambda module, args: run.model(args[0]) and None)
+    run.loss(0)
+
+
+ERRORS: dict[str, tuple[Callable[[Trained], None], type[Exception]]] = {
+    "replaced data": (replace_data, RuntimeError),
+    "a unit runs itself": (call_itself, RuntimeError),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+@on_ranks(2)
+def test_error_names_rank_and_unit(rank: int, world_size: int, case: str) -> None:
+    cause, error = ERRORS[case]
+    run = Trained(rank)
+    run.steps(1)
+    with pytest.raises(error) as raised:
+        cause(run)
+    assert f"rank {rank}" in str(raised.value)
+    assert "Block" in str(raised.value) or "Net" in str(raised.value)
+
+
+@on_ranks(2)
+def test_sparse_gradient_is_refused_with_rank_unit_parameter_and_remedy(rank: int, world_size: int) -> None:
+    from fsdp_c import FullyShardedDataParallel
+
+    embedding = nn.Embedding(7, WIDTH, sparse=True)
+    model = FullyShardedDataParallel(embedding, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit Embedding.*gradient of weight.*ignored_modules"):
+        model(torch.arange(3)).sum().backward()

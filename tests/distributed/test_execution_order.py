@@ -1,0 +1,433 @@
+"""The order of forwards: validated under TORCH_DISTRIBUTED_DEBUG=DETAIL (D-115, D-116, X-079, X-080), used for
+prefetching with the limits that clients write (A-049, D-110, D-112), run ahead of by ``_unshard`` (A-072), and ended by
+the final callback whenever it is called (D-105).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
+
+from tests.models import WIDTH, Net
+from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
+from tests.parity.scenarios import PER_BLOCK, plain_step
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+UNIT = 34  # elements of a Linear(5, 5) on two ranks: weight and bias, each aligned, and one of right padding
+
+
+class Choice(nn.Module):
+    """Two layers of one kind, run in the order that ``order`` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Linear(WIDTH, WIDTH)
+        self.order: tuple[str, ...] = ("left", "right")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in self.order:
+            x = getattr(self, name)(x)
+        return x
+
+
+def choice(**changes: Any) -> Any:
+    """A root without parameters over two units."""
+    fsdp = implementation("fsdp_c")
+    torch.manual_seed(6)
+    model = Choice()
+    model.left = fsdp(model.left, device_id=CPU, **changes)
+    model.right = fsdp(model.right, device_id=CPU, **changes)
+    return fsdp(model, device_id=CPU, **changes)
+
+
+@contextlib.contextmanager
+def debug_level(level: dist.DebugLevel) -> Iterator[None]:
+    """Units built inside see ``level`` as the process's debug level."""
+    with mock.patch.object(dist, "get_debug_level", lambda: level):
+        yield
+
+
+def checked() -> Any:
+    with debug_level(dist.DebugLevel.DETAIL):
+        return choice(use_orig_params=True)
+
+
+def step(model: Any, *order: str) -> None:
+    model.module.order = order
+    model(torch.ones(1, WIDTH)).sum().backward()
+
+
+@contextlib.contextmanager
+def recorded_gathers() -> Iterator[list[int]]:
+    """The sizes of the all-gathers in the body, in the order in which they are sent."""
+    sizes: list[int] = []
+    original = dist.all_gather_single
+
+    def record(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(output.numel())
+        return original(output, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_gather_single", record):
+        yield sizes
+
+
+# ------------------------------------------------------------------ across ranks
+
+
+@on_ranks(2)
+def test_another_order_on_another_rank_is_an_error_that_names_both(rank: int, world_size: int) -> None:
+    model = checked()
+    with pytest.raises(
+        RuntimeError,
+        match=r"differs across ranks: rank 0 is all-gathering parameters for \['left.weight', 'left.bias'\] while "
+        r"rank 1 is all-gathering parameters for \['right.weight', 'right.bias'\]",
+    ):
+        step(model, *(("left", "right") if rank == 0 else ("right", "left")))
+    step(model, "left", "right")  # the error came before the all-gather: nothing is left over
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
+
+
+@on_ranks(2)
+def test_evaluation_is_not_checked(rank: int, world_size: int) -> None:
+    model = checked().eval()
+    with recorded_gathers() as sizes, torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    assert sizes == [UNIT, UNIT]
+
+
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
+@on_ranks(2)
+def test_nothing_is_checked_below_detail(rank: int, world_size: int, level: dist.DebugLevel) -> None:
+    with debug_level(level):
+        model = choice(use_orig_params=True)
+    with recorded_gathers() as sizes, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, "left", "right")
+        step(model, "right", "left")
+    assert sizes == [UNIT] * 8  # twice forward and twice backward in each step
+
+
+@on_ranks(2)
+def test_the_first_iteration_compares_each_unit_before_its_gather(rank: int, world_size: int) -> None:
+    model = checked()
+    with recorded_gathers() as sizes:
+        step(model, "left", "right")
+        first = list(sizes)
+        step(model, "left", "right")
+    assert first == [world_size, UNIT, world_size, UNIT, UNIT, UNIT]
+    assert world_size not in sizes[len(first) :]
+
+
+# ------------------------------------------------------------------ against the first iteration
+
+
+def warnings_of(model: Any, *order: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, *order)
+    return [str(one.message) for one in caught if one.category is UserWarning and "Forward order" in str(one.message)]
+
+
+@on_ranks(2)
+def test_a_later_deviation_is_warned_of_once(rank: int, world_size: int) -> None:
+    model = checked()
+    assert warnings_of(model, "left", "right") == []
+    assert warnings_of(model, "left", "right") == []
+    (text,) = warnings_of(model, "right", "left")
+    assert f"on rank {rank}" in text and "may give incorrect results or hang" in text
+    assert "Expected to all-gather for ['left.weight', 'left.bias']" in text
+    assert text.endswith("but trying to all-gather parameters for ['right.weight', 'right.bias']")
+    assert warnings_of(model, "right", "left") == []
+
+
+@on_ranks(2)
+def test_one_forward_more_is_a_deviation(rank: int, world_size: int) -> None:
+    model = checked()
+    assert warnings_of(model, "left") == []
+    (text,) = warnings_of(model, "left", "right")
+    assert "Expected to not all-gather any more parameters in the forward" in text
+
+
+@on_ranks(2)
+def test_a_unit_that_runs_twice_in_every_iteration_is_no_deviation(rank: int, world_size: int) -> None:
+    """Upstream records first uses only, and takes each further one for a deviation."""
+    model = checked()
+    for _ in range(3):
+        assert warnings_of(model, "left", "right", "left") == []
+    assert len(warnings_of(model, "left", "left", "right")) == 1
+
+
+@on_ranks(2)
+def test_a_warning_that_is_an_error_stops_the_forward(rank: int, world_size: int) -> None:
+    model = checked()
+    step(model, "left", "right")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="Forward order differs"):
+            step(model, "right", "left")
+    step(model, "left", "right")
+
+
+# ------------------------------------------------------------------ prefetch limits
+
+
+SIZES = (2, 3, 4, 5, 6)  # of square layers without bias: each all-gather tells by its size which layer it is for
+
+
+class Chain(nn.Module):
+    """Layers of different sizes, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for size in SIZES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for size, layer in zip(SIZES, self.layers, strict=True):
+            x = layer(x.repeat(1, size)[:, :size])
+        return x
+
+
+def chain(**changes: Any) -> Any:
+    fsdp = implementation("fsdp_c")
+    torch.manual_seed(6)
+    model = Chain()
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = fsdp(layer, device_id=CPU, **changes)
+    return fsdp(model, device_id=CPU, **changes)
+
+
+def gathered_layers(sizes: list[int]) -> list[int]:
+    padded = {size * size + size * size % 2: index for index, size in enumerate(SIZES)}
+    return [padded[size] for size in sizes]
+
+
+def traced_backward(model: Any) -> list[str]:
+    """All-gathers and reduce-scatters of a backward in order, as "g2" for the gather of layer 2."""
+    events: list[str] = []
+    gather, scatter = dist.all_gather_single, dist.reduce_scatter_single
+
+    def on_gather(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        events.append(f"g{gathered_layers([output.numel()])[0]}")
+        return gather(output, *args, **kwargs)
+
+    def on_scatter(output: Tensor, full: Tensor, *args: Any, **kwargs: Any) -> Any:
+        events.append(f"r{gathered_layers([full.numel()])[0]}")
+        return scatter(output, full, *args, **kwargs)
+
+    loss = model(torch.ones(1, 1)).sum()
+    with (
+        mock.patch.object(dist, "all_gather_single", on_gather),
+        mock.patch.object(dist, "reduce_scatter_single", on_scatter),
+    ):
+        loss.backward()
+    return events
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, "g4 r4 g3 r3 g2 r2 g1 r1 g0 r0"),
+        (1, "g4 g3 r4 g2 r3 g1 r2 g0 r1 r0"),
+        (2, "g4 g3 g2 r4 g1 r3 g0 r2 r1 r0"),
+        (9, "g4 g3 g2 g1 g0 r4 r3 r2 r1 r0"),
+    ],
+)
+@pytest.mark.parametrize("late", [False, True], ids=["before_lazy_init", "after_lazy_init"])
+@on_ranks(2)
+def test_the_backward_gathers_as_many_units_ahead_as_the_limit_says(
+    rank: int, world_size: int, late: bool, limit: int, expected: str
+) -> None:
+    model = chain(backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    if late:
+        traced_backward(model)
+    for unit in model.fsdp_modules(model):
+        unit._exec_order_data._backward_prefetch_limit = limit
+    assert " ".join(traced_backward(model)) == expected
+    assert model._exec_order_data._backward_prefetch_limit == limit
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 9])
+@on_ranks(2)
+def test_the_forward_gathers_as_many_units_ahead_as_the_limit_says(rank: int, world_size: int, limit: int) -> None:
+    model = chain(forward_prefetch=True)
+    model._exec_order_data._forward_prefetch_limit = limit
+    traced_backward(model)  # the order is that of the first iteration
+    ahead: list[int] = []
+    with recorded_gathers() as sizes:
+        for layer in model.module.layers:
+            layer.module.register_forward_pre_hook(lambda *_: ahead.append(len(sizes)))
+        model(torch.ones(1, 1))
+    assert gathered_layers(sizes) == [0, 1, 2, 3, 4]
+    assert ahead == [min(index + 1 + limit, len(SIZES)) for index in range(len(SIZES))]
+
+
+@on_ranks(2)
+def test_a_limit_is_a_count(rank: int, world_size: int) -> None:
+    model = chain()
+    traced_backward(model)
+    with pytest.raises(ValueError, match="0 or more"):
+        model._exec_order_data._forward_prefetch_limit = -1
+    with pytest.raises(TypeError):
+        model._exec_order_data._backward_prefetch_limit = "two"
+
+
+@on_ranks(2)
+def test_limits_survive_a_second_lazy_init(rank: int, world_size: int) -> None:
+    model = chain()
+    model._exec_order_data._backward_prefetch_limit = 3
+    traced_backward(model)
+    model.double().float()
+    traced_backward(model)
+    assert model._exec_order_data._backward_prefetch_limit == 3
+
+
+# ------------------------------------------------------------------ _unshard
+
+
+def unshard_ahead(run: Run) -> None:
+    """Each step gathers two units ahead, one of them asynchronously."""
+    first, _, third = run.model.module.blocks
+    if run.step > 1:  # torch needs lazy initialisation first
+        assert first._unshard() is None
+        work = third._unshard(async_op=True)
+        run.record("shape while unsharded", tuple(first.module.up.weight.shape))
+        work.wait()
+        work.wait()
+    plain_step(run)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_training_with_unshard_equals_torch(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    point = Point("unshard", strategy, use_orig_params=use_orig_params, precision="bf16_reduce_fp32")
+    build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
+    compare(point, Scenario(build, unshard_ahead), rank, world_size)
+
+
+@on_ranks(2)
+def test_unshard_gathers_once_and_before_lazy_init_too(rank: int, world_size: int) -> None:
+    model = chain()
+    inner = model.module.layers[2]
+    with recorded_gathers() as sizes:
+        inner._unshard()
+        assert inner.module.weight.shape == (4, 4)
+        model(torch.ones(1, 1))
+    assert gathered_layers(sizes) == [2, 0, 1, 3, 4]
+    assert model.check_is_root() and not inner.check_is_root()
+    model._unshard()  # a unit without parameters has nothing to gather
+
+
+@on_ranks(2)
+def test_unshard_inside_summon_is_refused(rank: int, world_size: int) -> None:
+    model = chain()
+    inner = model.module.layers[2]
+    with model.summon_full_params(model), pytest.raises((RuntimeError, ValueError), match="summon|SUMMON"):
+        inner._unshard()
+    assert traced_backward(model)
+
+
+# ------------------------------------------------------------------ the final callback
+
+
+def final_callback(model: Any) -> None:
+    model._unit.runtime.final_callback()
+
+
+class Twice(nn.Module):
+    """Runs its unit twice; ``fail`` raises in backward between the two contributions."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.fail = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(self.head(x))
+        if x.requires_grad:
+            x.register_hook(self._on_gradient)
+        return self.inner(x)
+
+    def _on_gradient(self, grad: Tensor) -> None:
+        if self.fail:
+            raise MemoryError("out of memory")
+
+
+def twice(run: Run) -> nn.Module:
+    return run.wrap(Twice(run.wrap(nn.Linear(WIDTH, WIDTH))))
+
+
+def out_of_memory_first(run: Run) -> None:
+    """A backward that raises, ended by hand and thrown away, and then the step itself."""
+    model = run.model
+    model.module.fail = True
+    with pytest.raises(MemoryError):
+        model(run.batch(1)).sum().backward()
+    final_callback(model)
+    model.zero_grad()
+    model.module.fail = False
+    plain_step(run)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_step_after_a_failed_backward_and_the_final_callback_is_right(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    point = Point("out_of_memory", strategy, use_orig_params=use_orig_params)
+    expected = record_run(point, Scenario(twice, plain_step), "torch", rank, world_size)
+    actual = record_run(point, Scenario(twice, out_of_memory_first), "fsdp_c", rank, world_size)
+    assert_same_record(point, expected, actual)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+@on_ranks(2)
+def test_the_final_callback_changes_nothing_around_a_step(
+    rank: int, world_size: int, moment: str, strategy: str
+) -> None:
+    """Called twice before the forward, before the backward or after it, the step stays as it is without."""
+
+    def disturbed(run: Run) -> None:
+        if moment == "before" and run.step > 1:
+            final_callback(run.model)
+            final_callback(run.model)
+        loss = run.forward_loss()
+        if moment == "between":
+            final_callback(run.model)
+            final_callback(run.model)
+        loss.backward()
+        if moment == "after":
+            final_callback(run.model)
+            final_callback(run.model)
+        run.record_grads("after backward 0")
+        run.optimizer_step()
+
+    point = Point(moment, strategy, precision="bf16_reduce_fp32")
+    build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
+    expected = record_run(point, Scenario(build, plain_step), "torch", rank, world_size)
+    actual = record_run(point, Scenario(build, disturbed), "fsdp_c", rank, world_size)
+    assert_same_record(point, expected, actual)
+
+
+@on_ranks(2)
+def test_the_final_callback_inside_summon_leaves_the_full_parameters(rank: int, world_size: int) -> None:
+    model = chain()
+    traced_backward(model)
+    with model.summon_full_params(model):
+        final_callback(model)
+        assert [tuple(layer.module.weight.shape) for layer in model.module.layers] == [(size, size) for size in SIZES]
+    assert traced_backward(model)

@@ -1,0 +1,111 @@
+"""FSDP_USE_FAKE_ALL_GATHER and FSDP_USE_FAKE_REDUCE: what a step costs without them (C-002 to C-004, J-015)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
+
+from tests.parity.engine import implementation
+from tests.ranks import on_ranks
+
+GATHER, REDUCE, SKIP = "FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE", "FSDP_SKIP_WRITEBACK_CHECK"
+COLLECTIVES = {"gather": "all_gather_single", "scatter": "reduce_scatter_single", "reduce": "all_reduce"}
+
+
+def wrap(strategy: str = "FULL_SHARD", **changes: Any) -> Any:
+    torch.manual_seed(4)
+    return implementation("fsdp_c")(
+        nn.Linear(3, 2), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy[strategy], **changes
+    )
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(1, 3)).sum().backward()
+
+
+def fakes(run: Callable[[], None]) -> dict[str, list[bool]]:
+    """Of each kind of collective that ``run`` makes, whether it goes to a fake group."""
+    calls: dict[str, list[bool]] = {}
+
+    def recorder(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
+            fake = isinstance(group, FakeProcessGroup)
+            calls.setdefault(kind, []).append(fake)
+            return None if fake else original(*args, group=group, **kwargs)
+
+        return record
+
+    replaced = {name: recorder(kind, getattr(dist, name)) for kind, name in COLLECTIVES.items()}
+    with mock.patch.multiple(dist, **replaced):
+        run()
+    return calls
+
+
+@pytest.mark.parametrize("gather", ["1", "0"])
+@pytest.mark.parametrize("reduce", ["1", "true"])
+@on_ranks(2)
+def test_only_the_value_one_fakes_a_collective(rank: int, world_size: int, gather: str, reduce: str) -> None:
+    with mock.patch.dict("os.environ", {GATHER: gather, REDUCE: reduce}):
+        model = wrap()
+    calls = fakes(lambda: backward(model))
+    assert calls == {"gather": [gather == "1"], "scatter": [reduce == "1"]}
+    assert model._handle._use_fake_all_gather is (gather == "1")
+    assert model._handle._use_fake_reduce is (reduce == "1")
+
+
+@on_ranks(2)
+def test_all_reduces_stay_real(rank: int, world_size: int) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(2).view(2, 1))
+    with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
+        models = wrap("NO_SHARD"), wrap("HYBRID_SHARD", device_mesh=mesh)
+    for model in models:
+        assert fakes(lambda model=model: backward(model)) == {"reduce": [False]}
+
+
+@on_ranks(2)
+def test_a_fake_gather_repeats_the_own_shard(rank: int, world_size: int) -> None:
+    with mock.patch.dict("os.environ", {GATHER: "1"}):
+        model = wrap()
+    with model.summon_full_params(model):
+        first, second = torch.cat([model.module.weight.flatten(), model.module.bias]).chunk(2)
+        assert torch.equal(first, second)
+    backward(model)
+
+
+@on_ranks(2)
+def test_the_environment_is_read_at_construction(rank: int, world_size: int) -> None:
+    model = wrap()
+    with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
+        assert fakes(lambda: backward(model)) == {"gather": [False], "scatter": [False]}
+
+
+@on_ranks(2)
+def test_each_switch_is_logged_once_per_process(rank: int, world_size: int) -> None:
+    from fsdp_c import flat_param
+
+    flat_param._warn_once.cache_clear()
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_c.flat_param")
+    logger.addHandler(handler)
+    try:
+        with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1", SKIP: "1"}):
+            wrap()
+            wrap()
+    finally:
+        logger.removeHandler(handler)
+    assert sorted(record.getMessage().split(",")[0] for record in records) == [
+        f"Since {name}=1" for name in sorted((GATHER, REDUCE, SKIP))
+    ]
+    assert all(record.levelno == logging.WARNING for record in records)

@@ -1,0 +1,159 @@
+"""register_forward_method: other methods than forward compute with gathered parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import register_forward_method
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+class Generator(Net):
+    """A model with methods beside forward, one of which calls it."""
+
+    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Uses the root's own parameters and a unit inside."""
+        return self.blocks[0](self.inp(x)) * scale
+
+    @torch.no_grad()
+    def generate(self, x: Tensor, *, steps: int = 3) -> list[Tensor]:
+        outputs = []
+        for _ in range(steps):
+            x = torch.tanh(self(self.encode(x)))
+            outputs.append(x)
+        return outputs
+
+    def fail(self, x: Tensor) -> Tensor:
+        raise ValueError("planted")
+
+
+def plain() -> Generator:
+    torch.manual_seed(5)
+    return Generator()
+
+
+def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> FSDP:
+    return FSDP(
+        plain(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        **arguments,
+    )
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("registered", ["unit", "inner"])
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_registered_method_computes_what_the_plain_module_does(  # parity 17
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, registered: str
+) -> None:
+    model, reference = build(strategy, use_orig_params), plain()
+    register_forward_method(model if registered == "unit" else model.module, "encode")
+    assert torch.equal(model.encode(batch(rank), scale=2.0), reference.encode(batch(rank), scale=2.0))
+    assert torch.equal(model.module.encode(batch(rank)), reference.encode(batch(rank)))
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_method_that_calls_forward_and_another_method_gathers_once(  # parity 17
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    model, reference = build(strategy, use_orig_params), plain()
+    register_forward_method(model, "encode")
+    register_forward_method(model, "generate")
+    expected = reference.generate(batch(rank), steps=4)
+    for _ in range(2):
+        for ours, theirs in zip(model.generate(batch(rank), steps=4), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    assert torch.equal(model(batch(rank)), reference(batch(rank)))
+
+
+@both_views
+@on_ranks(2)
+def test_gradients_flow_through_a_registered_method(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = build(use_orig_params=use_orig_params), plain()
+    register_forward_method(model, "encode")
+    model.encode(batch(rank)).square().mean().backward()
+    for other in range(world_size):
+        (reference.encode(batch(other)).square().mean() / world_size).backward()
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    torch.optim.SGD(reference.parameters(), lr=0.5).step()
+    with FSDP.summon_full_params(model):
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param, reference.get_parameter(name), msg=name)
+
+
+@on_ranks(2)
+def test_parameters_are_resharded_after_the_method_and_after_its_exception(rank: int, world_size: int) -> None:
+    model = build()
+    register_forward_method(model, "generate")
+    register_forward_method(model, "fail")
+    model.generate(batch(rank))
+    assert all(handle.unsharded_nbytes == 0 for handle in model._all_handles)
+    with pytest.raises(ValueError, match="planted"):
+        model.fail(batch(rank))
+    assert all(handle.unsharded_nbytes == 0 for handle in model._all_handles)
+    assert torch.equal(model(batch(rank)), plain()(batch(rank)))
+
+
+@on_ranks(2)
+def test_registered_method_runs_in_the_compute_dtype(rank: int, world_size: int) -> None:
+    model = build(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    register_forward_method(model, "encode")
+    assert model.encode(batch(rank)).dtype is torch.bfloat16
+
+
+@both_views
+@on_ranks(2)
+def test_registered_method_runs_inside_summon_full_params(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = FSDP(plain(), use_orig_params=use_orig_params)
+    register_forward_method(model, "generate")
+    with FSDP.summon_full_params(model):
+        outputs = model.generate(batch(rank))
+    assert all(torch.equal(*pair) for pair in zip(outputs, plain().generate(batch(rank)), strict=True))
+
+
+@on_ranks(2)
+def test_unregistered_method_fails_on_the_shard(rank: int, world_size: int) -> None:  # D-128
+    model = build()
+    with pytest.raises((RuntimeError, IndexError)):
+        model.encode(batch(rank))
+
+
+@on_ranks(2)
+def test_registering_twice_is_registering_once(rank: int, world_size: int) -> None:
+    model = build()
+    register_forward_method(model, "encode")
+    first = model.module.encode
+    register_forward_method(model.module, "encode")
+    assert model.module.encode is first
+
+
+@on_ranks(1)
+def test_what_cannot_be_registered_is_refused(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="wrap it first"):
+        register_forward_method(nn.Linear(2, 2), "extra_repr")
+    model = FSDP(plain())
+    with pytest.raises(AttributeError, match="Generator has no method"):
+        register_forward_method(model, "absent")
+    with pytest.raises(ValueError, match="has a 'forward' of its own"):
+        register_forward_method(model, "forward")

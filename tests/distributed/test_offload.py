@@ -1,0 +1,200 @@
+"""CPU offload on a CPU device: bitwise the run without it, and right where torch is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import same_bits
+from tests.ranks import on_ranks
+
+STEPS = 4
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16)}
+
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def build(offload: bool, strategy: str = "FULL_SHARD", use_orig_params: bool = True, **arguments: Any) -> FSDP:
+    torch.manual_seed(5)
+    return FSDP(
+        Net(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        cpu_offload=CPUOffload(offload_params=offload),
+        device_id=torch.device("cpu"),
+        **arguments,
+    )
+
+
+def batch(step: int, rank: int, index: int = 0) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(100 * step + 10 * index + rank))
+
+
+def backward(model: nn.Module, step: int, rank: int, index: int = 0) -> None:
+    model(batch(step, rank, index)).float().square().mean().backward()
+
+
+def grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+
+
+def params(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_same(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    different = [name for name in expected if name not in actual or not same_bits(expected[name], actual[name])]
+    assert not different and expected.keys() == actual.keys(), different[:4]
+
+
+def plain_step(model: FSDP, step: int, rank: int) -> None:
+    backward(model, step, rank)
+
+
+def accumulate(model: FSDP, step: int, rank: int) -> None:
+    backward(model, step, rank, 0)
+    backward(model, step, rank, 1)
+
+
+def accumulate_in_no_sync(model: FSDP, step: int, rank: int) -> None:
+    with model.no_sync():
+        backward(model, step, rank, 0)
+        backward(model, step, rank, 1)
+    backward(model, step, rank, 2)
+
+
+def accumulate_both_ways(model: FSDP, step: int, rank: int) -> None:
+    backward(model, step, rank, 0)
+    with model.no_sync():
+        backward(model, step, rank, 1)
+    backward(model, step, rank, 2)
+
+
+BODIES = {
+    "plain": plain_step,
+    "accumulate": accumulate,
+    "no_sync": accumulate_in_no_sync,
+    "both": accumulate_both_ways,
+}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("body", BODIES)
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_training_is_bitwise_that_without_offload(  # A-037, D-088, D-126, parity 3
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, body: str, precision: str
+) -> None:
+    models = [
+        build(offload, strategy, use_orig_params, mixed_precision=PRECISIONS[precision]) for offload in (False, True)
+    ]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.03) for model in models]
+    start = params(models[1])
+    for step in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            BODIES[body](model, step, rank)
+        assert_same(*map(grads, models))
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(*map(params, models))
+    assert any(not torch.equal(start[name], value) for name, value in params(models[1]).items())
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_parameters_gradients_and_optimizer_state_are_on_the_cpu(  # A-037
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    model = build(True, strategy, use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    backward(model, 0, rank)
+    optimizer.step()
+    tensors = [*params(model).values(), *grads(model).values()]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    assert {tensor.device.type for tensor in tensors} == {"cpu"}
+    assert model._handle._offload_params and model.cpu_offload.offload_params
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_accumulating_outside_no_sync_adds(  # parity 3
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    model = build(True, strategy, use_orig_params)
+    backward(model, 0, rank)
+    once = grads(model)
+    backward(model, 0, rank)
+    twice = grads(model)
+    assert once.keys() == twice.keys()
+    tolerance = 1e-6 if strategy == "NO_SHARD" else 0.0  # the sum is averaged once more there (D-087)
+    for name, grad in once.items():
+        torch.testing.assert_close(twice[name], 2 * grad, rtol=tolerance, atol=0.0)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_zero_grad_clears_what_the_next_backward_would_add_to(  # parity 22
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, set_to_none: bool
+) -> None:
+    model = build(True, strategy, use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, 0, rank)
+    once = grads(model)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    left = grads(model)
+    assert not left if set_to_none else all(not grad.any() for grad in left.values())
+    backward(model, 0, rank)
+    assert_same(once, grads(model))
+
+
+@both_views
+@on_ranks(2)
+def test_full_state_dict_of_an_offloaded_model_loads_into_the_plain_one(  # parity 5
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = build(True, use_orig_params=use_orig_params)
+    backward(model, 0, rank)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        state = model.state_dict()
+    plain = Net()
+    plain.load_state_dict(state, strict=True)
+    torch.testing.assert_close(model(batch(1, rank)), plain(batch(1, rank)), rtol=0.0, atol=0.0)
+
+
+@both_views
+@on_ranks(2)
+def test_clipping_an_offloaded_model_is_bitwise_that_without_offload(  # A-114
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    models = [build(offload, use_orig_params=use_orig_params) for offload in (False, True)]
+    for model in models:
+        backward(model, 0, rank)
+    norms = [model.clip_grad_norm_(0.01) for model in models]
+    assert torch.equal(*norms) and norms[1].device.type == "cpu"
+    assert_same(*map(grads, models))
+
+
+@on_ranks(2)
+def test_sync_module_states_and_no_device_work_with_offload(rank: int, world_size: int) -> None:  # parity 7
+    torch.manual_seed(rank)
+    model = FSDP(Net(), cpu_offload=CPUOffload(True), sync_module_states=True)
+    torch.manual_seed(0)
+    plain = Net()
+    assert torch.equal(model(batch(0, 0)), plain(batch(0, 0)))

@@ -1,0 +1,516 @@
+"""use_orig_params: what the user does to parameters and gradients between steps, bitwise as with torch's FSDP1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import on_ranks
+
+STEPS = 4
+SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
+STRATEGIES = (*SHARDED, "NO_SHARD")
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=False),
+    "adamw_foreach": lambda params: torch.optim.AdamW(params, lr=0.02, foreach=True),
+    "adamw_fused": lambda params: torch.optim.AdamW(params, lr=0.02, fused=True),
+    "adam_fused": lambda params: torch.optim.Adam(params, lr=0.02, fused=True),
+    "sgd_fused": lambda params: torch.optim.SGD(params, lr=0.05, fused=True),
+    "sgd_foreach": lambda params: torch.optim.SGD(params, lr=0.05, foreach=True),
+}
+
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def build(name: str, strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **arguments: Any) -> Any:
+    torch.manual_seed(5)
+    return implementation(name)(
+        Net(**(net or {})),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+        **({"use_orig_params": True} | arguments),
+    )
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step, rank)).float().square().mean().backward()
+
+
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their names in the user's model."""
+    return {name.replace("_fsdp_wrapped_module.", ""): param for name, param in model.named_parameters()}
+
+
+class Trace(dict[str, Any]):
+    """What a run of one implementation showed, by moment."""
+
+    def record(self, moment: str, params: dict[str, nn.Parameter]) -> None:
+        for name, param in params.items():
+            self[f"{moment} {name}"] = param.detach().clone()
+            self[f"{moment} {name} grad"] = None if param.grad is None else param.grad.clone()
+
+
+Body = Callable[[Any, Trace, int], None]
+
+
+def compare(rank: int, body: Body, strategy: str, **arguments: Any) -> Trace:
+    """Run the body on torch's FSDP1 and on fsdp_c, require equal records, return fsdp_c's."""
+    traces = {}
+    for name in ("torch", "fsdp_c"):
+        traces[name] = Trace()
+        body(build(name, strategy, **arguments), traces[name], rank)
+    expected, actual = traces["torch"], traces["fsdp_c"]
+    assert expected.keys() == actual.keys()
+    different = [moment for moment in expected if not same_bits(expected[moment], actual[moment])]
+    assert not different, f"{len(different)} of {len(expected)} differ: {different[:5]}"
+    return actual
+
+
+def steps(
+    model: Any, trace: Trace, rank: int, optimizer: Any, before: Callable[[dict[str, nn.Parameter], int], None]
+) -> None:
+    """STEPS steps; ``before(params, step)`` acts before each. The parameters are those of the start."""
+    params = named(model)
+    for step in range(STEPS):
+        before(params, step)
+        backward(model, step, rank)
+        trace.record(f"step {step} backward", params)
+        optimizer.step()
+        optimizer.zero_grad()
+        trace.record(f"step {step}", params)
+
+
+def nothing(params: dict[str, nn.Parameter], step: int) -> None:
+    pass
+
+
+# ----------------------------------------------------------------- what is visible
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@on_ranks(2)
+def test_parameters_are_flat_shards_and_empty_outside_of_it(  # C-034, H-010, B-029
+    rank: int, world_size: int, strategy: str
+) -> None:
+    model = build("fsdp_c", strategy)
+    backward(model, 0, rank)
+    infos = zip(model._flat_param._params, model._flat_param._shard_param_infos, strict=True)
+    seen = set()
+    for param, info in infos:
+        seen.add(info.in_shard)
+        assert param.dim() == 1 and param.numel() == (info.numel_in_shard if info.in_shard else 0)
+        assert isinstance(param, nn.Parameter) and (param.grad is None) == (not info.in_shard)
+        if info.in_shard:
+            assert param.grad.shape == param.shape
+            start, end = info.offset_in_shard, info.offset_in_shard + info.numel_in_shard
+            assert torch.equal(param.detach(), model._flat_param._local_shard[start:end])
+            assert torch.equal(param.grad, model._flat_param.grad[start:end])
+    assert True in seen
+
+
+@on_ranks(2)
+def test_parameters_outside_the_shard_share_no_gradient(rank: int, world_size: int) -> None:  # H-010, C-034
+    model = build("fsdp_c")
+    backward(model, 0, rank)
+    empty = [param for param in named(model).values() if param.numel() == 0]
+    assert empty and all(param.grad is None for param in empty)
+
+
+@all_strategies
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+@on_ranks(2)
+def test_what_is_visible_after_forward_and_backward_is_what_torch_shows(  # E-005, E-006, C-091, C-092
+    rank: int, world_size: int, grad: bool, strategy: str
+) -> None:
+    shown = {}
+    for name in ("torch", "fsdp_c"):
+        model = build(name, strategy)
+        with torch.set_grad_enabled(grad):
+            output = model(batch(0, rank))
+        weights = [model.inp.weight, model.blocks[0]._fsdp_wrapped_module.up.weight]
+        shown[name] = [(type(weight), weight.shape) for weight in weights]
+        if grad:
+            output.square().mean().backward()
+        weights = [model.inp.weight, model.blocks[0]._fsdp_wrapped_module.up.weight]
+        shown[name] += [(type(weight), weight.shape) for weight in weights]
+    assert shown["torch"] == shown["fsdp_c"]
+
+
+@all_strategies
+@on_ranks(2)
+def test_parameter_objects_stay_the_same(rank: int, world_size: int, strategy: str) -> None:  # C-072, B-003
+    model = build("fsdp_c", strategy)
+    before = named(model)
+    backward(model, 0, rank)
+    with type(model).summon_full_params(model):
+        assert all(param is before[name] for name, param in named(model).items())
+    after = named(model)
+    assert before.keys() == after.keys() and all(after[name] is param for name, param in before.items())
+
+
+# ----------------------------------------------------------------- optimizers
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+@all_strategies
+@on_ranks(2)
+def test_optimizers_train_bitwise_as_with_torch(rank: int, world_size: int, strategy: str, optimizer_name: str) -> None:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        steps(model, trace, rank, OPTIMIZERS[optimizer_name](model.parameters()), nothing)
+
+    compare(rank, body, strategy)
+
+
+@all_strategies
+@on_ranks(2)
+def test_groups_give_parameters_their_own_hyperparameters(rank: int, world_size: int, strategy: str) -> None:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        params = named(model)
+        decayed = [param for name, param in params.items() if not name.endswith("bias") and "norm" not in name]
+        others = [param for name, param in params.items() if name.endswith("bias") or "norm" in name]
+        groups = [{"params": decayed, "weight_decay": 0.5, "lr": 0.1}, {"params": others, "lr": 0.01}]
+        steps(model, trace, rank, torch.optim.AdamW(groups, weight_decay=0.0), nothing)
+
+    compare(rank, body, strategy)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@pytest.mark.parametrize("owner", ["optimizer", "model"])
+@all_strategies
+@on_ranks(2)
+def test_zero_grad_both_ways(  # C-118, C-119
+    rank: int, world_size: int, strategy: str, owner: str, set_to_none: bool
+) -> None:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(STEPS):
+            backward(model, step, rank)
+            optimizer.step()
+            (optimizer if owner == "optimizer" else model).zero_grad(set_to_none=set_to_none)
+            trace.record(f"step {step}", named(model))
+
+    trace = compare(rank, body, strategy)
+    left = [value for moment, value in trace.items() if moment.endswith("grad") and value is not None]
+    assert not left if set_to_none else left and not any(grad.any() for grad in left)
+
+
+@on_ranks(2)
+def test_gradients_set_to_none_free_the_flat_gradient_in_the_next_forward(  # C-119
+    rank: int, world_size: int
+) -> None:
+    model = build("fsdp_c")
+    backward(model, 0, rank)
+    for param in model.parameters():
+        param.grad = None
+    model(batch(1, rank))
+    assert all(handle.flat_param.grad is None for handle in model._all_handles)
+
+
+# ----------------------------------------------------------------- freezing
+
+
+def freeze_one(params: dict[str, nn.Parameter], step: int) -> None:
+    params["blocks.1.up.weight"].requires_grad_(step % 2 == 0)
+
+
+def freeze_unit(params: dict[str, nn.Parameter], step: int) -> None:
+    for name, param in params.items():
+        if name.startswith("blocks.1."):
+            param.requires_grad_(step in (0, 3))
+
+
+def freeze_root(params: dict[str, nn.Parameter], step: int) -> None:
+    for name, param in params.items():
+        if not name.startswith("blocks."):
+            param.requires_grad_(step in (0, 3))
+
+
+def freeze_all_but_one(params: dict[str, nn.Parameter], step: int) -> None:
+    for name, param in params.items():
+        param.requires_grad_(step == 0 or name == "blocks.2.down.weight")
+
+
+FREEZERS = {"one": freeze_one, "unit": freeze_unit, "root": freeze_root, "all_but_one": freeze_all_but_one}
+
+
+@pytest.mark.parametrize("freezer", FREEZERS)
+@all_strategies
+@on_ranks(2)
+def test_freezing_and_unfreezing_between_steps(  # C-119, D-125
+    rank: int, world_size: int, strategy: str, freezer: str
+) -> None:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), FREEZERS[freezer])
+
+    if strategy == "NO_SHARD" and freezer == "root":
+        pytest.skip("torch never unfreezes a root that was wholly frozen under NO_SHARD; see the next test")
+    compare(rank, body, strategy)
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, world_size: int, name: str) -> None:  # C-119
+    """torch leaves plain tensors on the modules of such a root, and nobody looks at requires_grad again."""
+    model, untouched = build(name, "NO_SHARD"), build(name, "NO_SHARD")
+    params = named(model)
+    freeze_root(params, 1)
+    backward(model, 0, rank)
+    freeze_root(params, 3)
+    model.zero_grad()
+    backward(model, 1, rank)
+    backward(untouched, 1, rank)
+    expected = named(untouched)["head.bias"].grad
+    grad = params["head.bias"].grad
+    assert grad is None if name == "torch" else torch.equal(grad, expected)
+
+
+# ----------------------------------------------------------------- writeback
+
+
+def edit_in_place(model: Any, param: nn.Parameter, name: str) -> None:
+    with torch.no_grad():
+        param.mul_(0.5).add_(0.125)
+
+
+def replace_data(model: Any, param: nn.Parameter, name: str) -> None:
+    param.data = param.detach() * 0.5 + 0.125
+
+
+def replace_parameter(model: Any, param: nn.Parameter, name: str) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = dict((key.replace("_fsdp_wrapped_module.", ""), module) for key, module in model.named_modules())
+    module = owner[path]
+    module = getattr(module, "_fsdp_wrapped_module", module)
+    setattr(module, attribute, nn.Parameter(param.detach() * 0.5 + 0.125))
+
+
+EDITS = {"in_place": edit_in_place, "data": replace_data, "parameter": replace_parameter}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@all_strategies
+@on_ranks(2)
+def test_edited_parameters_are_taken_over(rank: int, world_size: int, strategy: str, edit: str) -> None:  # C-130, C-131
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        for name, param in list(named(model).items()):
+            if param.numel() and name in ("inp.weight", "blocks.0.up.weight", "blocks.2.norm.bias", "head.bias"):
+                EDITS[edit](model, param, name)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with torch.no_grad():
+            trace["output"] = model(batch(0, rank))
+        steps(model, trace, rank, optimizer, nothing)
+
+    trace = compare(rank, body, strategy)
+    with torch.no_grad():
+        assert not torch.equal(trace["output"], build("fsdp_c", strategy)(batch(0, rank)))
+
+
+@all_strategies
+@on_ranks(2)
+def test_edited_parameters_are_taken_over_between_steps(rank: int, world_size: int, strategy: str) -> None:  # C-130
+    def edit(params: dict[str, nn.Parameter], step: int) -> None:
+        held = [name for name, param in params.items() if param.numel()]
+        if step:
+            replace_data(None, params[held[step]], held[step])
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), edit)
+
+    compare(rank, body, strategy)
+
+
+@pytest.mark.parametrize("change", ["replaced", "none", "all_none", "scaled"])
+@all_strategies
+@on_ranks(2)
+def test_edited_gradients_are_taken_over(rank: int, world_size: int, strategy: str, change: str) -> None:  # C-133
+    def edit(params: dict[str, nn.Parameter]) -> None:
+        for index, param in enumerate(params.values()):
+            if param.grad is None:
+                continue
+            if change == "replaced" and index % 2:
+                param.grad = param.grad * 2 + 1
+            elif change == "scaled":
+                param.grad.mul_(3)
+            elif change == "all_none" or (change == "none" and index % 2):
+                param.grad = None
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        for step in range(2):
+            backward(model, 0, rank)
+            edit(named(model))
+            trace.record(f"{step} edited", named(model))
+            backward(model, 1, rank)  # adds to what the edit left
+            trace.record(f"{step} added", named(model))
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.record(f"{step} stepped", named(model))
+
+    compare(rank, body, strategy)
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@pytest.mark.parametrize("strategy", SHARDED)
+@on_ranks(2)
+def test_data_of_another_shape_is_refused(rank: int, world_size: int, strategy: str, name: str) -> None:  # X-075, C-131
+    model = build(name, strategy)
+    backward(model, 0, rank)
+    for param in model.parameters():
+        if param.numel():
+            param.data = torch.zeros(param.numel() + 1)
+    with pytest.raises(RuntimeError, match="[Cc]annot write ?back"):
+        model(batch(0, rank))
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_untied_shared_parameter_is_refused(rank: int, world_size: int, name: str) -> None:  # X-076, C-135
+    model = build(name, net={"tied": True})
+    block = model.blocks[0]._fsdp_wrapped_module
+    block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
+    with pytest.raises(NotImplementedError):
+        model(batch(0, rank))
+
+
+@on_ranks(2)
+def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> None:  # X-076
+    model = build("fsdp_c", net={"tied": True})
+    block = model.blocks[0]._fsdp_wrapped_module
+    block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
+    with pytest.raises(NotImplementedError, match=f"rank {rank}.*Block.*one shared parameter"):
+        model(batch(0, rank))
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_deregistered_parameter_is_skipped(rank: int, world_size: int, name: str) -> None:  # C-134
+    model = build(name, net={"extra": True})
+    del model.blocks[0]._fsdp_wrapped_module.extra.bias
+    backward(model, 0, rank)
+    assert "blocks.0.up.weight" in named(model)
+
+
+@on_ranks(2)
+def test_edit_outside_the_shard_is_lost(rank: int, world_size: int) -> None:  # C-134, parity 20
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        for param in model.parameters():
+            if param.numel() == 0:
+                param.data = torch.empty(0)
+        steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), nothing)
+
+    compare(rank, body, "FULL_SHARD")
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_skipped_check_leaves_replaced_data_alone(rank: int, world_size: int, name: str) -> None:  # C-002, X-050
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
+        model = build(name)
+    backward(model, 0, rank)
+    expected = build(name)(batch(0, rank))
+    for param in model.parameters():
+        param.data = torch.zeros_like(param)
+    assert torch.equal(model(batch(0, rank)), expected)
+
+
+@pytest.mark.parametrize("name", ["torch", "fsdp_c"])
+@on_ranks(2)
+def test_data_replaced_between_forward_and_backward_is_refused(  # X-074, C-132, D-127
+    rank: int, world_size: int, name: str
+) -> None:
+    model = build(name, "SHARD_GRAD_OP")
+    model(batch(0, rank))
+    block = model.blocks[0]._fsdp_wrapped_module
+    block.up.weight.data = torch.zeros_like(block.up.weight)
+    with pytest.raises(AssertionError):
+        model(batch(0, rank))
+
+
+# ----------------------------------------------------------------- gradients kept low, tied weights, offload
+
+
+@pytest.mark.parametrize("net", [{}, {"tied": True}, {"extra": True}], ids=["plain", "tied", "unused"])
+@all_strategies
+@on_ranks(2)
+def test_tied_and_unused_parameters_train_as_with_torch(  # C-074, C-114, C-118, D-104
+    rank: int, world_size: int, strategy: str, net: dict[str, Any]
+) -> None:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        steps(model, trace, rank, OPTIMIZERS["adamw"](model.parameters()), nothing)
+
+    compare(rank, body, strategy, net=net)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "offload"])
+@pytest.mark.parametrize("net", [{}, {"tied": True}], ids=["plain", "tied"])
+@pytest.mark.parametrize("strategy", SHARDED)
+@on_ranks(2)
+def test_kept_low_precision_gradients_are_visible(  # parity 25, A-020
+    rank: int, world_size: int, strategy: str, net: dict[str, Any], offload: bool
+) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = build("fsdp_c", strategy, net, mixed_precision=precision, cpu_offload=CPUOffload(offload))
+    backward(model, 0, rank)
+    held = [param for param in model.parameters() if param.numel()]
+    assert {(param.dtype, param.grad.dtype) for param in held} == {(torch.float32, torch.bfloat16)}
+    assert all(param.grad.shape == param.shape for param in held)
+
+
+# ----------------------------------------------------------------- optimizers in backward
+
+
+def optimizers_in_backward(rank: int, strategy: str, **arguments: Any) -> Trace:
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05, "momentum": 0.9})
+        for step in range(STEPS):
+            backward(model, step, rank)
+            trace.record(f"step {step}", named(model))
+
+    return compare(rank, body, strategy, **arguments)
+
+
+@all_strategies
+@on_ranks(2)
+def test_optimizer_in_backward_steps_as_with_torch(rank: int, world_size: int, strategy: str) -> None:  # D-006, D-089
+    trace = optimizers_in_backward(rank, strategy)
+    assert all(value is None for moment, value in trace.items() if moment.endswith("grad"))
+
+
+@on_ranks(2)
+def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int, world_size: int) -> None:  # D-089
+    model = build("fsdp_c")
+    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+    before = {name: param.detach().clone() for name, param in named(model).items()}
+    with model.no_sync():
+        backward(model, 0, rank)
+    assert all(torch.equal(before[name], param) for name, param in named(model).items())
+    backward(model, 1, rank)
+    assert not all(torch.equal(before[name], param) for name, param in named(model).items())
+
+
+@on_ranks(2)
+def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size: int) -> None:  # D-089, B-027
+    models = [build("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]
+    for model in models:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.05})
+        for step in range(2):
+            backward(model, step, rank)
+    plain, offloaded = map(named, models)
+    assert all(torch.equal(plain[name], param) for name, param in offloaded.items())
+    assert all(param.grad is None for param in offloaded.values())

@@ -1,0 +1,323 @@
+"""Names, values and metadata that outside code reads, beside torch's own. Each test names the rows it covers."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_c
+from fsdp_c import FlatParameter, api, flat_param, fully_sharded_data_parallel
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.models import WIDTH, Block, Net
+
+WORLD_SIZE, RANK = 4, 1
+STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD)
+
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+class Conv(Net):
+    """With parameters that are not contiguous, one of which counts as such."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self.last = nn.Conv2d(2, 3, 1).to(memory_format=torch.channels_last)
+        self.wide = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+
+
+def build(cls: type, **kwargs: Any) -> Any:
+    torch.manual_seed(3)
+    return cls(Conv(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"), **kwargs)
+
+
+def both(**kwargs: Any) -> list[Any]:
+    """The same model wrapped by torch and by fsdp_c, each as its units in order."""
+    return [
+        [unit for unit in build(cls, **kwargs).modules() if isinstance(unit, cls)]
+        for cls in (torch_fsdp.FullyShardedDataParallel, FSDP)
+    ]
+
+
+def each_flat_param(**kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    for theirs, ours in zip(*both(**kwargs), strict=True):
+        yield theirs._flat_param, ours._flat_param
+
+
+# ----------------------------------------------------------------- names
+
+
+def test_class_file_has_the_public_names() -> None:  # A-002, A-003
+    for name in (*fsdp_c.__all__, "FlatParameter", "FLAT_PARAM"):
+        assert hasattr(fully_sharded_data_parallel, name), name
+    assert fully_sharded_data_parallel.FLAT_PARAM == "_flat_param"
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("api", ["ShardingStrategy", "MixedPrecision", "StateDictType", "OptimStateDictConfig"]),
+        ("wrap", ["ModuleWrapPolicy", "CustomPolicy", "enable_wrap", "wrap", "size_based_auto_wrap_policy"]),
+        ("sharded_grad_scaler", ["ShardedGradScaler"]),
+    ],
+)
+def test_submodules_have_the_names_of_torchs(module: str, names: list[str]) -> None:  # A-003
+    ours = importlib.import_module(f"fsdp_c.{module}")
+    assert all(hasattr(ours, name) for name in names)
+
+
+def test_flat_param_exports_the_names_of_torchs() -> None:  # A-004
+    from torch.distributed.fsdp import _flat_param as theirs
+
+    assert set(theirs.__all__) == set(flat_param.__all__)
+
+
+def test_enums_have_the_values_of_torch() -> None:  # A-010, A-013, A-014, A-015
+    assert [(one.name, one.value) for one in fsdp_c.ShardingStrategy] == [
+        ("FULL_SHARD", 1),
+        ("SHARD_GRAD_OP", 2),
+        ("NO_SHARD", 3),
+        ("HYBRID_SHARD", 4),
+        ("_HYBRID_SHARD_ZERO2", 5),
+    ]
+    assert [(one.name, one.value) for one in fsdp_c.BackwardPrefetch] == [("BACKWARD_PRE", 1), ("BACKWARD_POST", 2)]
+    assert [one.value for one in fsdp_c.StateDictType] == [1, 2, 3]
+    assert [(one.name, one.value) for one in fsdp_c.OptimStateKeyType] == [("PARAM_NAME", 1), ("PARAM_ID", 2)]
+
+
+def test_handle_has_its_own_enum_of_strategies() -> None:  # A-011
+    model = build(FSDP)
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
+    assert model._handle._sharding_strategy is flat_param.HandleShardingStrategy.FULL_SHARD
+    assert [one.name for one in flat_param.HandleShardingStrategy] == [one.name for one in ShardingStrategy]
+
+
+def test_training_states_are_those_of_torch() -> None:  # A-016
+    assert api.TrainingState is TrainingState and api.HandleTrainingState is HandleTrainingState
+    assert [one.name for one in TrainingState] == ["IDLE", "FORWARD_BACKWARD", "SUMMON_FULL_PARAMS"]
+
+
+def test_configurations_have_the_defaults_of_torch() -> None:  # A-017, A-021, A-022, A-023, A-024
+    assert dataclasses.astuple(fsdp_c.MixedPrecision())[:6] == (None, None, None, False, False, True)
+    assert not fsdp_c.CPUOffload().offload_params
+    assert not fsdp_c.FullStateDictConfig().offload_to_cpu and not fsdp_c.FullStateDictConfig().rank0_only
+    assert fsdp_c.FullOptimStateDictConfig().offload_to_cpu
+    assert not fsdp_c.LocalOptimStateDictConfig().offload_to_cpu
+    assert fsdp_c.StateDictSettings is torch_fsdp.StateDictSettings
+    assert fsdp_c.ShardedStateDictConfig() == torch_fsdp.ShardedStateDictConfig()
+
+
+def test_unit_derives_from_module_and_state() -> None:  # A-031, A-061
+    from torch.distributed.fsdp._common_utils import _FSDPState
+
+    assert FSDP.__bases__ == (nn.Module, _FSDPState)
+    empty = FSDP(nn.ReLU())
+    assert not empty._has_params and empty._flat_param is None
+
+
+def test_names_of_parameters_and_buffers_are_those_of_torch() -> None:  # A-066, A-067
+    for use_orig_params in (True, False):
+        theirs, ours = (units[0] for units in both(use_orig_params=use_orig_params))
+        for method in ("named_parameters", "named_buffers"):
+            for kwargs in ({}, {"prefix": "p"}, {"recurse": False}, {"remove_duplicate": False}):
+                names = [[name for name, _ in getattr(model, method)(**kwargs)] for model in (theirs, ours)]
+                if "remove_duplicate" in kwargs:  # torch moves a shared parameter behind its neighbours
+                    names = [sorted(one) for one in names]
+                assert names[0] == names[1], (use_orig_params, method, kwargs)
+
+
+def test_indexing_is_forwarded_and_len_is_not() -> None:  # A-063
+    model = FSDP(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    assert isinstance(model[1], nn.ReLU)
+    with pytest.raises(TypeError):
+        len(model)
+
+
+def test_mixed_precision_and_offload_default_to_nothing() -> None:  # A-037, A-039
+    model = build(FSDP)
+    assert model.mixed_precision == MixedPrecision() and not model.cpu_offload.offload_params
+
+
+def test_prefetch_limits_are_one() -> None:  # A-049
+    data = build(FSDP)._exec_order_data
+    assert (data._backward_prefetch_limit, data._forward_prefetch_limit) == (1, 1)
+
+
+def test_default_state_dict_settings() -> None:  # A-134
+    model = build(FSDP)
+    assert model._state_dict_type is fsdp_c.StateDictType.FULL_STATE_DICT
+    assert model._state_dict_config == fsdp_c.FullStateDictConfig()
+    assert model._optim_state_dict_config == fsdp_c.FullOptimStateDictConfig()
+
+
+# ----------------------------------------------------------------- the flat parameter
+
+
+def test_flat_parameter_is_a_plain_parameter_that_says_so() -> None:  # B-001, B-002
+    param = FlatParameter(torch.ones(3), False)
+    assert type(param) is nn.Parameter and isinstance(param, FlatParameter) and not param.requires_grad
+    assert not isinstance(nn.Parameter(torch.ones(3)), FlatParameter)
+    marked = torch.ones(3)
+    marked._is_flat_param = True
+    assert isinstance(marked, FlatParameter)
+
+
+def test_flat_parameter_of_a_meta_tensor() -> None:  # B-005
+    assert FlatParameter(torch.ones(3, device="meta")).is_meta
+
+
+SAME = (
+    "_unpadded_unsharded_size",
+    "_sharded_size",
+    "_num_params",
+    "_shapes",
+    "_strides",
+    "_contiguities",
+    "_fqns",
+    "_param_extensions",
+    "_numels",
+    "_numels_with_padding",
+    "_is_padding_mask",
+    "_shard_param_infos",
+    "_shard_numel_padded",
+    "_is_grad_none_mask",
+    "_post_backward_called",
+)
+
+
+@pytest.mark.parametrize("name", SAME)
+@both_views
+@all_strategies
+def test_metadata_is_that_of_torch(strategy: ShardingStrategy, use_orig_params: bool, name: str) -> None:
+    """B-010, B-012, B-013, B-015, B-016, B-017, B-018, B-019, B-022, B-031, B-034, B-042, C-010, C-012, C-013, C-020,
+    C-031, C-032, C-033."""
+    for theirs, ours in each_flat_param(sharding_strategy=strategy, use_orig_params=use_orig_params):
+        expected, actual = getattr(theirs, name), getattr(ours, name)
+        if isinstance(expected, (list, tuple)) and not isinstance(expected, torch.Size):
+            expected = [tuple(one) if isinstance(one, tuple) else one for one in expected]
+            actual = [tuple(one) if isinstance(one, tuple) else one for one in actual]
+        assert actual == expected
+
+
+@both_views
+@all_strategies
+def test_infos_name_the_same_places(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """B-014, B-020, B-021, B-040, B-041."""
+    for theirs, ours in each_flat_param(sharding_strategy=strategy, use_orig_params=use_orig_params):
+        assert type(ours._param_infos) is list
+        for name in ("_param_infos", "_shared_param_infos"):
+            expected = [(one.param_name, one.module_name, type(one.module)) for one in getattr(theirs, name)]
+            assert [(one.param_name, one.module_name, type(one.module)) for one in getattr(ours, name)] == expected
+        expected = [(one.prim_param_name, one.prim_module_name) for one in theirs._shared_param_infos]
+        assert [(one.prim_param_name, one.prim_module_name) for one in ours._shared_param_infos] == expected
+        assert len(ours._modules) == len(theirs._modules)
+
+
+@both_views
+@all_strategies
+def test_shards_hold_the_values_of_torchs(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    """C-014, C-030: also the padding, which is 42 between parameters and zero at the end."""
+    for theirs, ours in each_flat_param(sharding_strategy=strategy, use_orig_params=use_orig_params):
+        assert torch.equal(ours.detach(), theirs.detach())
+
+
+@both_views
+@all_strategies
+def test_shard_metadata_is_that_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:  # B-043, C-035
+    theirs, ours = both(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    for their_unit, our_unit in zip(theirs, ours, strict=True):
+        expected = their_unit._handle.shard_metadata()
+        assert our_unit._handle.shard_metadata()._asdict() == expected._asdict()
+
+
+@both_views
+def test_handle_names_its_parameters(use_orig_params: bool) -> None:  # C-007, C-141
+    theirs, ours = both(use_orig_params=use_orig_params)
+    for their_unit, our_unit in zip(theirs, ours, strict=True):
+        for method in ("param_module_names", "shared_param_module_names"):
+            assert list(getattr(our_unit._handle, method)()) == list(getattr(their_unit._handle, method)())
+        assert our_unit._handle._fqns_in_shard == their_unit._handle._fqns_in_shard
+        assert our_unit._flat_param._fqns[0] in repr(our_unit._handle)
+
+
+def test_original_parameters_are_marked() -> None:  # B-004
+    model = build(FSDP, use_orig_params=True)
+    assert model._flat_param._fsdp_flattened and all(param._fsdp_flattened for param in model.parameters())
+    assert len(model._flat_param._params) == model._flat_param._num_params  # B-029
+    assert build(FSDP)._flat_param._params is None
+
+
+@both_views
+def test_padded_full_parameter_is_there_without_its_storage(use_orig_params: bool) -> None:  # B-011, B-024
+    model = build(FSDP, use_orig_params=use_orig_params, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    model(torch.ones(2, WIDTH))
+    flat = model.blocks[0]._flat_param
+    assert flat._padded_unsharded_size == torch.Size((flat._sharded_size.numel() * WORLD_SIZE,))
+    full = model.blocks[0]._handle._get_padded_unsharded_flat_param()
+    assert full.dtype is torch.bfloat16 and full.shape == flat._padded_unsharded_size
+    assert full.untyped_storage().size() == 0
+
+
+def test_flat_parameter_stands_in_the_inner_module() -> None:  # B-035
+    model = build(FSDP)
+    assert model.module._parameters["_flat_param"] is model._flat_param
+    assert "_flat_param" not in model._parameters
+
+
+@pytest.mark.parametrize(
+    ("precision", "names"),
+    [
+        (None, (torch.float32, torch.float32)),
+        (MixedPrecision(param_dtype=torch.bfloat16), (torch.bfloat16, torch.bfloat16)),
+        (MixedPrecision(reduce_dtype=torch.bfloat16), (torch.float32, torch.bfloat16)),
+        (MixedPrecision(torch.float16, torch.float32), (torch.float16, torch.float32)),
+    ],
+    ids=["none", "param", "reduce", "both"],
+)
+def test_dtypes_follow_the_mixed_precision(precision: Any, names: tuple[torch.dtype, torch.dtype]) -> None:
+    """A-018, C-018."""
+    handle = build(FSDP, mixed_precision=precision)._handle
+    assert (handle._fwd_bwd_param_dtype, handle._reduce_dtype) == names
+    assert handle._orig_param_dtype is torch.float32
+
+
+def test_handles_are_in_traversal_order() -> None:  # D-009, D-004
+    model = build(FSDP)
+    model(torch.ones(2, WIDTH))
+    assert model._all_handles == [unit._handle for unit in FSDP.fsdp_modules(model)]
+
+
+def test_lazy_initialisation_is_done_once() -> None:  # D-001, D-003
+    model = build(FSDP)
+    model._lazy_init()
+    runtime = model._unit.runtime
+    model._lazy_init()
+    assert model._unit.runtime is runtime
+    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [True, False, False, False]
+
+
+def test_world_of_one_means_no_shard() -> None:  # E-021
+    group = dist.new_group([RANK])
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        with pytest.warns(UserWarning, match="NO_SHARD"):
+            model = FSDP(nn.Linear(2, 2), group, strategy)
+        assert model.sharding_strategy is ShardingStrategy.NO_SHARD
