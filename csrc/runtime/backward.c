@@ -1,8 +1,18 @@
 /* A unit in backward: what its hooks do (D-050 to D-088). */
 #include "runtime/runtime.h"
 #include "torch/names.h"
+#include "torch/profile.h"
 
 /* ---- pre-backward ---- */
+
+static int prefetch_before_backward(struct unit *unit) {
+    if (unit->backward_prefetch != PREFETCH_BACKWARD_PRE)
+        return 0;
+    PyObject *range = profile_begin("FullyShardedDataParallel._pre_backward_prefetch");
+    int result = order_prefetch_backward(unit);
+    profile_end(range);
+    return result;
+}
 
 static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
@@ -11,7 +21,7 @@ static int unshard_for_backward(struct unit *unit) {
     if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     unit->needs_pre_backward_unshard = unit->prefetched = false;
-    if (unit->backward_prefetch == PREFETCH_BACKWARD_PRE && order_prefetch_backward(unit) < 0)
+    if (prefetch_before_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
     if (handle->use_orig_params && handle_show_views(handle, handle->views) < 0)
@@ -26,9 +36,7 @@ static bool is_prepared(const struct unit *unit) {
     return unit->ran_pre_backward && !done;
 }
 
-int unit_pre_backward(struct unit *unit) {
-    if (!unit->runtime || is_prepared(unit))
-        return 0;
+static int pre_backward(struct unit *unit) {
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0)
         return -1;
@@ -38,6 +46,15 @@ int unit_pre_backward(struct unit *unit) {
         return -1;
     unit->ran_pre_backward = true;
     return 0;
+}
+
+int unit_pre_backward(struct unit *unit) {
+    if (!unit->runtime || is_prepared(unit))
+        return 0;
+    PyObject *range = profile_begin("FullyShardedDataParallel._pre_backward_hook");
+    int result = pre_backward(unit);
+    profile_end(range);
+    return result;
 }
 
 /* ---- post-backward ---- */
@@ -50,7 +67,12 @@ static int reshard_in_backward(struct unit *unit) {
 }
 
 static int prefetch_after_backward(struct unit *unit) {
-    return unit->backward_prefetch == PREFETCH_BACKWARD_POST ? order_prefetch_backward(unit) : 0;
+    if (unit->backward_prefetch != PREFETCH_BACKWARD_POST)
+        return 0;
+    PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_prefetch");
+    int result = order_prefetch_backward(unit);
+    profile_end(range);
+    return result;
 }
 
 static int reduce(struct unit *unit) {
@@ -82,16 +104,21 @@ int unit_post_backward(struct unit *unit) {
     if (!unit->runtime || !unit->handle || !handle_has_new_gradients(unit->handle))
         return 0;
     bool enabled = torch_grad_enabled();
+    PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook");
     torch_set_grad_enabled(false);
     int result = post_backward(unit);
     torch_set_grad_enabled(enabled);
+    profile_end(range);
     return result;
 }
 
 int unit_reshard_only(struct unit *unit) {
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
-    if (handle_set_training_state(unit->handle, USE_BACKWARD_POST) < 0)
-        return -1;
-    return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
+    PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook_reshard_only");
+    int result = handle_set_training_state(unit->handle, USE_BACKWARD_POST);
+    if (!result)
+        result = reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
+    profile_end(range);
+    return result;
 }

@@ -1,5 +1,6 @@
 /* Execution order and prefetch (D-110 to D-116). */
 #include "runtime/runtime.h"
+#include "torch/profile.h"
 
 int order_record_pre_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
@@ -47,12 +48,14 @@ static int prefetch(struct unit *candidate) {
 int order_prefetch_forward(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     int64_t here = unit->pre_forward_index, last = here + runtime->forward_prefetch_limit;
+    int result = 0;
     if (!unit->forward_prefetch || here < 0)
         return 0;
-    for (int64_t next = here + 1; next <= last && next < runtime->num_pre; next++)
-        if (prefetch(runtime->pre_order[next]) < 0)
-            return -1;
-    return 0;
+    PyObject *range = profile_begin("FullyShardedDataParallel._pre_forward_prefetch");
+    for (int64_t next = here + 1; !result && next <= last && next < runtime->num_pre; next++)
+        result = prefetch(runtime->pre_order[next]);
+    profile_end(range);
+    return result;
 }
 
 int order_prefetch_backward(struct unit *unit) {

@@ -1,6 +1,7 @@
 #include "runtime/schedule.h"
 
 #include "runtime/runtime.h"
+#include "torch/profile.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
     return streams_init(&schedule->streams, device);
@@ -28,10 +29,13 @@ static int limiter_wait(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     if (!unit->limit_all_gathers || schedule->limiter_count < LIMITER_DEPTH)
         return 0;
+    PyObject *range = profile_begin("FullyShardedDataParallel.rate_limiter");
     stream_event oldest = schedule->limiter[schedule->limiter_first];
     schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
     schedule->limiter_count--;
-    return stream_synchronize(&schedule->streams, oldest);
+    int result = stream_synchronize(&schedule->streams, oldest);
+    profile_end(range);
+    return result;
 }
 
 static int limiter_note_free(struct schedule *schedule) {

@@ -2,6 +2,7 @@
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
+#include "torch/profile.h"
 #include "torch/tensor.h"
 
 #include <string.h>
@@ -143,8 +144,10 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool cast = unit->param_dtype && (unit->is_root ? unit->cast_root_forward_inputs : unit->cast_forward_inputs);
     if ((!move && !cast) || inputs_are_ready(unit, *args, *kwargs, move, cast))
         return 0;
+    PyObject *range = move ? profile_begin("FullyShardedDataParallel._to_kwargs") : NULL;
     PyObject *converted = call_tree("convert_inputs", *args, *kwargs, move ? unit->handle->device : Py_None,
                                     cast ? unit->param_dtype : Py_None);
+    profile_end(range);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -230,13 +233,20 @@ static int unshard_for_forward(struct unit *unit) {
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    if (unit->is_root && runtime_root_pre_forward(unit->runtime) < 0)
-        return -1;
     if (unit->handle && unshard_for_forward(unit) < 0)
         return -1;
     if (convert_inputs(unit, args, kwargs) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
+}
+
+static int root_pre_forward(struct unit *unit) {
+    if (!unit->is_root)
+        return 0;
+    PyObject *range = profile_begin("FullyShardedDataParallel._root_pre_forward");
+    int result = runtime_root_pre_forward(unit->runtime);
+    profile_end(range);
+    return result;
 }
 
 /* ---- post-forward ---- */
@@ -397,8 +407,39 @@ static int ensure_lazy_init(struct unit *unit) {
     return -1;
 }
 
-PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+/* One phase of a forward, as a range of the profiler. */
+static int profiled_pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    if (root_pre_forward(unit) < 0)
+        return -1;
+    PyObject *range = profile_begin("FullyShardedDataParallel._pre_forward");
+    int result = pre_forward(unit, args, kwargs);
+    profile_end(range);
+    return result;
+}
+
+static int profiled_post_forward(struct unit *unit, PyObject *output) {
+    PyObject *range = profile_begin("FullyShardedDataParallel._post_forward");
+    int result = post_forward(unit, output);
+    profile_end(range);
+    return result;
+}
+
+static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
+    Py_INCREF(args);
+    Py_INCREF(kwargs);
+    if (profiled_pre_forward(unit, &args, &kwargs) == 0)
+        output = PyObject_Call(wrapped, args, kwargs);
+    if (output && profiled_post_forward(unit, output) < 0)
+        Py_CLEAR(output);
+    if (!output)
+        abandon_forward(unit);
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return output;
+}
+
+PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     if (ensure_lazy_init(unit) < 0)
         return NULL;
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
@@ -407,15 +448,8 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
         return PyObject_Call(wrapped, args, kwargs);
     if (begin_forward(unit) < 0)
         return NULL;
-    Py_INCREF(args);
-    Py_INCREF(kwargs);
-    if (pre_forward(unit, &args, &kwargs) == 0)
-        output = PyObject_Call(wrapped, args, kwargs);
-    if (output && post_forward(unit, output) < 0)
-        Py_CLEAR(output);
-    if (!output)
-        abandon_forward(unit);
-    Py_DECREF(args);
-    Py_DECREF(kwargs);
+    PyObject *range = profile_begin("FullyShardedDataParallel.forward");
+    PyObject *output = run_forward(unit, wrapped, args, kwargs);
+    profile_end(range);
     return output;
 }

@@ -1,0 +1,44 @@
+#include "torch/profile.h"
+
+#include "torch/names.h"
+
+static PyObject *profiler;        /* owned for ever; the dict of torch.autograd.profiler */
+static PyObject *enabled_key;     /* owned for ever */
+static PyObject *record_function; /* owned for ever */
+
+int profile_init(void) {
+    if (record_function)
+        return 0;
+    PyObject *module = PyImport_ImportModule("torch.autograd.profiler");
+    if (!module)
+        return -1;
+    ref_set(&profiler, Py_NewRef(PyModule_GetDict(module)));
+    ref_set(&enabled_key, PyUnicode_InternFromString("_is_profiler_enabled"));
+    record_function = PyObject_GetAttrString(module, "record_function");
+    Py_DECREF(module);
+    return enabled_key && record_function ? 0 : -1;
+}
+
+PyObject *profile_begin(const char *name) {
+    if (PyDict_GetItemWithError(profiler, enabled_key) != Py_True)
+        return NULL;
+    PyObject *range = PyObject_CallFunction(record_function, "s", name);
+    PyObject *entered = range ? PyObject_CallMethod(range, "__enter__", NULL) : NULL;
+    if (!entered)
+        PyErr_Clear();
+    Py_XDECREF(range);
+    return entered;
+}
+
+void profile_end(PyObject *range) {
+    if (!range)
+        return;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *left = PyObject_CallMethod(range, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    if (!left)
+        PyErr_Clear();
+    Py_XDECREF(left);
+    Py_DECREF(range);
+    PyErr_Restore(type, value, traceback);
+}
