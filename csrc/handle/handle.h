@@ -74,11 +74,9 @@ enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED };
 
 /* Gradients of one unit on their way from autograd to the optimizer. */
 struct gradients {
-    PyObject
-        *pending;  /* owned; tuple of this backward's latest contribution: (context, gradient or None per parameter) */
-    PyObject *sum; /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
-    PyObject
-        *unsharded; /* owned; accumulated under no_sync in earlier backwards, compute dtype, padded unsharded size */
+    PyObject *pending;     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
+    PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
+    PyObject *unsharded;   /* owned; left by no_sync in earlier backwards, compute dtype, padded unsharded size */
     PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
     PyObject *work;                         /* owned; the reduce-scatter in flight */

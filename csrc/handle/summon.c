@@ -33,8 +33,7 @@ static int require_idle(const struct handle *handle) {
         return 0;
     PyErr_Format(PyExc_AssertionError,
                  "rank %lld, unit %S: cannot gather full parameters while the unit is in %s. Leave the forward, the "
-                 "backward or the "
-                 "enclosing summon_full_params() first.",
+                 "backward or the enclosing summon_full_params() first.",
                  (long long)handle->layout.rank, handle->name, training_state_name(handle->training_state));
     return -1;
 }

@@ -32,8 +32,7 @@ static int refuse_shape(struct handle *handle, int64_t param, PyObject *value, i
     PyObject *shape = PyObject_GetAttrString(value, "shape");
     PyErr_Format(PyExc_RuntimeError,
                  "rank %lld, unit %S: cannot write back the new value of %S: expected a tensor of %lld elements in "
-                 "shape (%lld,), "
-                 "this rank's part of the parameter, got %S. Change full parameters inside "
+                 "shape (%lld,), this rank's part of the parameter, got %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
                  (long long)handle->layout.rank, handle->name, handle->slots[param].name, (long long)want,
                  (long long)want, shape ? shape : Py_None);
