@@ -7,7 +7,8 @@ run by ``record_program`` for torch's FSDP1 or for fsdp_c, with everything a use
 Where upstream is known to be wrong there is nothing to compare with; test_differences.py and test_parity.py show these
 cases. The generator leaves out
 - changes of parameters while upstream may still hold gathered ones (after a no_grad forward, a backward in no_sync, a
-  forward that raised): it would compute with the old values. A synced backward comes first, which frees everything;
+  forward that raised): it would compute with the old values. A synced backward through all units comes first, which
+  frees everything;
 - local gradients (no_sync) that are dropped, clipped, saved or stepped on: upstream keeps them in several places until
   the next synced backward;
 - a forward with gradients but no backward, so also one that raises, when parameters are cast: upstream loses the
@@ -198,7 +199,9 @@ class _Sequence:
         return (self.rng.randrange(len(self.blocks)),) if self.rng.random() < 0.15 else ()
 
     def _train(self) -> None:
-        self._emit("train", skip=() if self.local else self._skip(), scaled_by_rank=self.rng.random() < 0.3)
+        self._emit(
+            "train", skip=() if self.local or self.gathered else self._skip(), scaled_by_rank=self.rng.random() < 0.3
+        )
         self.gathered = self.local = False
         self.gradients = True
 
