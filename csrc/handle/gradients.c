@@ -158,10 +158,11 @@ int handle_pack(struct handle *handle) {
     PyObject **previous = handle->sharded ? &gradients->unsharded : &gradients->saved_shard, *total;
     if (handle_read_comm_hook(handle) < 0)
         return -1;
+    gradients->unreduced = false;
     if (!*previous && !gradients->sum)
         return pack_directly(handle);
     if (*previous) {
-        if (add_received(handle, *previous) < 0)
+        if (gradients->pending && add_received(handle, *previous) < 0)
             return -1;
         total = *previous;
         *previous = NULL;
@@ -180,6 +181,7 @@ int handle_pack(struct handle *handle) {
 int handle_accumulate_unsharded(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject **total = handle->sharded ? &gradients->unsharded : &gradients->saved_shard;
+    gradients->unreduced = true;
     if (*total)
         return add_received(handle, *total);
     if (gradients->sum) {

@@ -81,6 +81,7 @@ struct gradients {
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
     PyObject *work;                         /* owned; the reduce-scatter in flight */
     enum grad_kind kind;
+    bool unreduced;   /* what no_sync left has not been reduced yet */
     bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
 };
 
@@ -218,7 +219,7 @@ bool handle_has_new_gradients(const struct handle *handle);
 int handle_receive(struct handle *handle, PyObject *args); /* one contribution: the arguments of the node's backward */
 int handle_prepare_gradient(
     struct handle *handle);             /* first pre-backward: move a sharded .grad aside, to accumulate onto */
-int handle_pack(struct handle *handle); /* what was received becomes the reduction's input, and is released */
+int handle_pack(struct handle *handle); /* what was received, and what no_sync left, becomes the reduction's input */
 int handle_reduce_enqueue(struct handle *handle);       /* start the reduction of what was packed */
 int handle_reduce_finish(struct handle *handle);        /* wait, post-divide, accumulate into saved_shard */
 int handle_accumulate_unsharded(struct handle *handle); /* no_sync: add what was received, and show it as .grad */

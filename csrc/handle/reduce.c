@@ -250,6 +250,7 @@ static int take_flat_grad(struct handle *handle) {
         Py_CLEAR(gradients->unsharded);
         Py_CLEAR(gradients->saved_shard);
         gradients->kind = GRAD_NONE;
+        gradients->unreduced = false;
         return 0;
     }
     if (gradients->kind == GRAD_UNSHARDED) {
@@ -358,6 +359,7 @@ static int collect_all(struct handle *handle) {
 }
 
 static int drop_flat_grad(struct handle *handle) {
+    handle->gradients.unreduced = false;
     Py_CLEAR(handle->gradients.unsharded);
     Py_CLEAR(handle->gradients.saved_shard);
     if (handle->gradients.kind == GRAD_NONE)

@@ -200,9 +200,25 @@ static int finalise_handle(struct unit *unit) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
+/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced either: an optimizer
+ * may step next. Where the user calls the callback by hand, nothing is sent. */
+static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
+    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced)
+        return 0;
+    if (handle_prepare_gradient(unit->handle) < 0 || !unit->handle->gradients.unreduced)
+        return PyErr_Occurred() ? -1 : 0;
+    if (handle_pack(unit->handle) < 0)
+        return -1;
+    runtime->reducing = unit;
+    return schedule_reduce(unit) < 0 ? -1 : runtime_finish_reduction(runtime);
+}
+
 static int finalise_units(struct runtime *runtime) {
     if (runtime_finish_reduction(runtime) < 0)
         return -1;
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (reduce_left_over(runtime, runtime->units[i]) < 0)
+            return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (remove_reshard_hook(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || reset_flags(unit) < 0)
