@@ -23,6 +23,11 @@ from tests.parity.engine import implementation
 from tests.ranks import on_ranks
 
 
+def gathered_nbytes(model: Any) -> int:
+    """Unsharded parameter storage of this model alone."""
+    return sum(unit._handle.unsharded_nbytes for unit in type(model).fsdp_modules(model) if unit._handle is not None)
+
+
 def shown(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
@@ -124,13 +129,13 @@ def test_offload_to_cpu_on_the_cpu_shows_live_values_and_keeps_edits(
 def test_copies_of_an_offload_carry_their_edits_back(
     rank: int, world_size: int, use_orig_params: bool, writeback: bool
 ) -> None:
-    from fsdp_c import _C, unshard_params
+    from fsdp_c import unshard_params
 
     model = wrap(plain(), use_orig_params, auto_wrap_policy=None)
     model._lazy_init()
     model._handle.summon_enter(writeback)
     with unshard_params._offloaded(model._handle, writeback):
-        assert _C.live_unsharded_nbytes() == 0
+        assert gathered_nbytes(model) == 0
         assert torch.equal(model.module.inp.bias, plain().inp.bias)
         with torch.no_grad():
             model.module.inp.bias.fill_(3)
@@ -183,13 +188,11 @@ def test_rank0_only_shows_full_gradients_on_rank_0_alone(rank: int, world_size: 
 def test_memory_is_freed_afterwards_and_one_tree_is_gathered_inside(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    from fsdp_c import _C
-
     model = wrap(plain(), use_orig_params)
     whole = sum(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model)) * 4
     with summon(model):
-        assert _C.live_unsharded_nbytes() == whole
-    assert _C.live_unsharded_nbytes() == 0
+        assert gathered_nbytes(model) == whole
+    assert gathered_nbytes(model) == 0
 
 
 @both_views

@@ -38,7 +38,7 @@ def test_a_refused_transition_leaves_the_next_step_intact(model):
             model(torch.randn(2, 4))
         assert model.module.weight.shape == (4, 4)
     assert model._handle.training_state == _C.USE_IDLE
-    assert _C.live_unsharded_nbytes() == 0
+    assert model._handle.unsharded_nbytes == 0
     model(torch.randn(2, 4)).sum().backward()
     assert model._handle.training_state == _C.USE_IDLE
     assert model._handle.param_state == _C.PARAM_SHARDED
