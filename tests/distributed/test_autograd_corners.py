@@ -92,15 +92,17 @@ def live_nbytes() -> int:
 
 def settled_nbytes() -> int:
     """What is live once models of earlier tests have gone."""
-    gc.collect()
+    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
+        gc.collect()
     return live_nbytes()
 
 
 def assert_same_gradients(model: Any, reference: nn.Module, step: Step, rank: int, world_size: int) -> None:
     """``step`` accumulates the same gradients in both, ends with nothing gathered, and some gradient is not zero."""
-    before = live_nbytes()
+    before = live_nbytes()  # models of earlier tests may be collected meanwhile, so what is live can only go down
     step(model, rank)
-    assert live_nbytes() == before
+    assert live_nbytes() <= before
+    assert all(unit._handle.unsharded_nbytes == 0 for unit in type(model).fsdp_modules(model) if unit._has_params)
     expected, actual = expected_gradients(reference, step, world_size), full_gradients(model)
     assert set(expected) == set(actual)
     assert any(bool(value.count_nonzero()) for value in expected.values())
