@@ -60,6 +60,29 @@ class FlatLayout:
     def shard_ranges(self, rank: int | None = None) -> tuple[tuple[bool, int, int, int], ...]:
         """Per parameter (in_shard, offset_in_shard, numel_in_shard, offset_in_param); by default of this rank."""
 
+def partition_bounds(partition: tuple[int, int, int], rank: int, /) -> tuple[int, int]:
+    """The (start, end) that ``rank`` holds of a partition (numel, step, offset); (0, 0) for nothing.
+
+    Rank r holds [r * step - offset, (r + 1) * step - offset), cut to [0, numel). ValueError unless step >= 1 and the
+    others >= 0.
+    """
+
+def partition_overlaps(
+    mine: tuple[int, int, int], theirs: tuple[int, int, int], rank: int, /
+) -> tuple[tuple[int, int, int], ...]:
+    """What ``rank`` holds under ``mine``, cut by ``theirs``: (rank there, offset in what is held, numel), in order.
+
+    ValueError for partitions of different numels.
+    """
+
+def flat_range_boxes(
+    shape: Sequence[int], start: int, end: int, /
+) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    """The at most 2n - 1 boxes (offsets, sizes) of a contiguous n-D tensor that hold its elements [start, end).
+
+    In flat order: each box lies in one piece, behind the one before. ValueError for a range outside the tensor.
+    """
+
 class Handle:
     """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of FlatParamHandle."""
 

@@ -1,5 +1,6 @@
 /* The extension module fsdp_c._C. */
 #include "handle/handle_ops.h"
+#include "python/layout_functions.h"
 #include "python/layout_type.h"
 #include "python/types.h"
 #include "runtime/hook.h"
@@ -38,7 +39,7 @@ static int add_type(PyObject *module, const char *name, PyObject *type) {
 }
 
 static int add_types(PyObject *module) {
-    if (add_type(module, "FlatLayout", layout_type_create(module)) < 0)
+    if (layout_functions_add(module) < 0 || add_type(module, "FlatLayout", layout_type_create(module)) < 0)
         return -1;
     if (add_type(module, "Handle", handle_type_create(module)) < 0)
         return -1;

@@ -1,0 +1,39 @@
+#include "layout/boxes.h"
+
+/* The outermost dimension whose whole rows `start` can begin with: those inside are at 0 and fit before `end`. */
+static int outermost_dim(const int64_t *shape, int ndim, int64_t start, int64_t end, int64_t *row_numel) {
+    int dim = ndim - 1;
+    *row_numel = 1;
+    while (dim > 0) {
+        const int64_t numel = *row_numel * shape[dim];
+        if (start % numel != 0 || end - start < numel) {
+            break;
+        }
+        *row_numel = numel;
+        dim--;
+    }
+    return dim;
+}
+
+int64_t box_at(const int64_t *shape, int ndim, int64_t start, int64_t end, struct box *box) {
+    int64_t row_numel;
+    const int cut = outermost_dim(shape, ndim, start, end, &row_numel);
+    int64_t rows = (end - start) / row_numel;
+    int64_t index = start / row_numel;
+    for (int dim = ndim - 1; dim > cut; dim--) {
+        box->offsets[dim] = 0;
+        box->sizes[dim] = shape[dim];
+    }
+    for (int dim = cut; dim >= 0; dim--) {
+        box->offsets[dim] = index % shape[dim];
+        box->sizes[dim] = 1;
+        index /= shape[dim];
+    }
+    if (cut < 0) {
+        return 1; /* no dimensions: the one element */
+    }
+    const int64_t left = shape[cut] - box->offsets[cut];
+    rows = rows < left ? rows : left;
+    box->sizes[cut] = rows;
+    return rows * row_numel;
+}

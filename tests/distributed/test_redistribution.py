@@ -1,0 +1,136 @@
+"""Shards of flat parameters become chunks of rows, whole tensors, or shards of another layout, and back."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_c import _C, redistribution
+from fsdp_c.redistribution import (
+    Partition,
+    chunk_partition,
+    gather,
+    rank0_partition,
+    redistribute,
+    shard_partition,
+)
+from tests.ranks import on_ranks
+
+SHAPES = [(5, 3), (), (0, 4), (1,), (2, 3, 4), (7,), (3, 0), (64, 33), (1, 9)]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
+
+
+def tensors(mixed: bool) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    dtypes = DTYPES if mixed else [torch.float32]
+    return [
+        torch.randint(0, 100, shape, generator=generator).to(dtypes[index % len(dtypes)])
+        for index, shape in enumerate(SHAPES)
+    ]
+
+
+def part(tensor: torch.Tensor, partition: Partition, rank: int) -> torch.Tensor:
+    start, end = partition.bounds(rank)
+    return tensor.flatten()[start:end]
+
+
+def shards(world_size: int, rank: int) -> list[Partition]:
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+    layout = _C.FlatLayout(numels, 4, world_size, rank, True)
+    return [shard_partition(layout, index) for index in range(len(SHAPES))]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("batch_nbytes", [1, 2**20])
+@on_ranks(4)
+def test_shards_become_chunks_and_chunks_shards(rank, world_size, mixed, batch_nbytes):
+    redistribution.BATCH_NBYTES, before = batch_nbytes, redistribution.BATCH_NBYTES
+    wholes, sources = tensors(mixed), shards(world_size, rank)
+    targets = [chunk_partition(shape, world_size) for shape in SHAPES]
+    pieces = [part(whole, source, rank) for whole, source in zip(wholes, sources, strict=True)]
+    group = dist.group.WORLD
+    chunks = list(redistribute(pieces, sources, targets, group))
+    for whole, chunk in zip(wholes, chunks, strict=True):
+        expected = whole.chunk(world_size)[rank : rank + 1] if whole.dim() else [whole][rank:]
+        assert torch.equal(chunk, torch.cat([one.flatten() for one in expected]) if expected else whole.flatten()[:0])
+        assert chunk.untyped_storage().nbytes() == chunk.nbytes
+    back = list(redistribute(chunks, targets, sources, group))
+    redistribution.BATCH_NBYTES = before
+    for piece, again in zip(pieces, back, strict=True):
+        assert torch.equal(piece, again)
+        assert piece.dtype == again.dtype
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("batch_nbytes", [1, 2**20])
+@on_ranks(2)
+def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_nbytes):
+    redistribution.BATCH_NBYTES, before = batch_nbytes, redistribution.BATCH_NBYTES
+    wholes, sources = tensors(mixed), shards(world_size, rank)
+    pieces = (part(whole, source, rank) for whole, source in zip(wholes, sources, strict=True))
+    found = list(gather(pieces, sources, dist.group.WORLD, rank0_only=rank0_only))
+    redistribution.BATCH_NBYTES = before
+    for whole, full in zip(wholes, found, strict=True):
+        if rank0_only and rank:
+            assert full is None
+        else:
+            assert torch.equal(full, whole.flatten())
+
+
+@on_ranks(2)
+def test_all_to_one_rank_sends_nothing_that_stays(rank, world_size):
+    sent = []
+    original = dist.all_to_all_single
+    dist.all_to_all_single = lambda out, data, *args, **kwargs: (
+        sent.append(data.numel()),
+        original(out, data, *args, **kwargs),
+    )
+    source, target = Partition(10, 6, 0), rank0_partition(10)
+    data = torch.arange(10.0)
+    (whole,) = redistribute([part(data, source, rank)], [source], [target], dist.group.WORLD)
+    dist.all_to_all_single = original
+    assert sent == [0 if rank == 0 else 4]
+    assert torch.equal(whole, data if rank == 0 else data[:0])
+
+
+@on_ranks(2)
+def test_piece_of_another_size_is_refused(rank, world_size):
+    source = Partition(10, 6, 0)
+    with pytest.raises(ValueError, match=f"rank {rank} passes a piece of shape .3,. where its part has {6 - 2 * rank}"):
+        list(redistribute([torch.zeros(3)], [source], [source], dist.group.WORLD))
+
+
+def test_random_partitions_cover_each_element_once():
+    generator = random.Random(5)
+    for _ in range(500):
+        numel = generator.randint(0, 50)
+        mine = Partition(numel, generator.randint(1, 30), generator.randint(0, 40))
+        theirs = Partition(numel, generator.randint(1, 30), generator.randint(0, 40))
+        seen = []
+        for rank in range(100):
+            start, end = mine.bounds(rank)
+            at = start
+            for peer, offset, count in _C.partition_overlaps(mine, theirs, rank):
+                low, high = theirs.bounds(peer)
+                assert at == start + offset
+                assert low <= at
+                assert at + count <= high
+                at += count
+                seen.append(count)
+            assert at == end
+        assert sum(seen) == numel
+
+
+@pytest.mark.parametrize("partition", [(-1, 1, 0), (1, 0, 0), (1, 1, -1), (2**62, 1, 2**62), (1, 2**63 - 1, 1)])
+def test_partition_outside_its_domain_is_refused(partition):
+    with pytest.raises(ValueError, match="not a partition"):
+        _C.partition_bounds(partition, 0)
+
+
+def test_partitions_of_different_tensors_do_not_overlap():
+    with pytest.raises(ValueError, match="partitions of 3 and of 4 elements"):
+        _C.partition_overlaps((3, 1, 0), (4, 1, 0), 0)
