@@ -23,6 +23,9 @@ from fsdp_c.api import (
 from fsdp_c.flat_param import FlatParameter as FlatParameter
 from fsdp_c.forward_methods import register_forward_method as register_forward_method
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_c.interop import install as install
+from fsdp_c.interop import is_installed as is_installed
+from fsdp_c.interop import uninstall as uninstall
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 
 __all__ = [

@@ -1,0 +1,208 @@
+"""Taking the place of torch's FSDP1 in a process: ``install()``, scripts that are run unmodified, torch.compile.
+
+[Note: Names that stand for FSDP1]
+Libraries bind FSDP1's class when they are imported (``from torch.distributed.fsdp import FullyShardedDataParallel``)
+and compare types with what they bound. So every module that holds one of torch's objects gets ours under the same name:
+torch's own modules, from which later imports take it, the libraries, and the script. Enums, configurations and wrap
+policies are torch's own on both sides and stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fsdp_c.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.forward_methods import register_forward_method
+from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_c.sharded_grad_scaler import ShardedGradScaler
+from fsdp_c.traversal import is_unit
+
+__all__ = ["install", "is_installed", "run_script", "uninstall"]
+
+_FSDP = "torch.distributed.fsdp"
+
+
+# ----------------------------------------------------------------- what replaces torch's functions over units
+
+
+def _lazy_init(state: Any, root_module: nn.Module) -> Any:
+    """``torch.distributed.fsdp._runtime_utils._lazy_init`` for our units."""
+    state._lazy_init()
+    return state
+
+
+def _root_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """... of ``_root_pre_forward``: makes the root; the rest of what begins a forward comes with the forward."""
+    state._lazy_init()
+    return args, kwargs
+
+
+def _reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
+    """... of ``_reshard``."""
+    handle.reshard(free_unsharded_flat_param)
+
+
+def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
+    """... of ``_post_backward_final_callback``: also legal after a backward that raised."""
+    if state._unit.runtime is not None:
+        state._unit.runtime.recover()
+        state._unit.runtime.final_callback()
+
+
+def _register_fsdp_forward_method(original: Any, module: nn.Module, method_name: str) -> None:
+    """torch's leaves FSDP1's modules alone; ours gather for the method. See ``fsdp_c.register_forward_method``."""
+    if is_unit(module):
+        register_forward_method(module, method_name)
+    else:
+        original(module, method_name)
+
+
+_OURS: dict[tuple[str, str], Any] = {
+    ("fully_sharded_data_parallel", "FullyShardedDataParallel"): FullyShardedDataParallel,
+    ("_flat_param", "FlatParameter"): FlatParameter,
+    ("_flat_param", "FlatParamHandle"): FlatParamHandle,
+    ("sharded_grad_scaler", "ShardedGradScaler"): ShardedGradScaler,
+    ("_runtime_utils", "_lazy_init"): _lazy_init,
+    ("_runtime_utils", "_root_pre_forward"): _root_pre_forward,
+    ("_runtime_utils", "_reshard"): _reshard,
+    ("_runtime_utils", "_post_backward_final_callback"): _post_backward_final_callback,
+}
+
+
+@functools.cache
+def _replacements() -> dict[int, tuple[Any, Any]]:
+    """By the id of torch's object: that object, kept so that the id stays its own, and ours."""
+    pairs = [(getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours) for (name, attr), ours in _OURS.items()]
+    forward_method = importlib.import_module(_FSDP).register_fsdp_forward_method
+    pairs.append((forward_method, functools.partial(_register_fsdp_forward_method, forward_method)))
+    return {id(theirs): (theirs, ours) for theirs, ours in pairs}
+
+
+# ----------------------------------------------------------------- install and uninstall
+
+
+class _Installed:
+    """What ``install()`` changed: the names it wrote, and the modules that it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.written: list[tuple[ModuleType, str, Any]] = []
+
+
+_installed: _Installed | None = None
+
+
+def is_installed() -> bool:
+    """Whether fsdp_c stands in the place of torch's FSDP1."""
+    return _installed is not None
+
+
+def install() -> None:
+    """Put fsdp_c in the place of torch's FSDP1, in every module imported so far and for every later import.
+
+    ``torch.distributed.fsdp.FullyShardedDataParallel`` is ours from now on, wherever its name was imported to, and
+    ``isinstance`` and ``type(model) is`` hold in libraries as in scripts. Call it at any time before the first model is
+    wrapped; twice is the same as once. ``uninstall()`` undoes it. See [Note: Names that stand for FSDP1].
+
+    Raises RuntimeError, and changes nothing, while units of torch's FSDP1 are alive.
+    """
+    global _installed
+    if _installed is not None:
+        return
+    replacements = _replacements()
+    _refuse_live_units(replacements, "install")
+    installed = _Installed()
+    for module, name, value in _names_of_modules():
+        if id(value) in replacements:
+            installed.written.append((module, name, value))
+            setattr(module, name, replacements[id(value)][1])
+    installed.seen.update(sys.modules)
+    _installed = installed
+
+
+def uninstall() -> None:
+    """Undo ``install()``: every name stands for torch's object again, in modules imported since as well.
+
+    A module imported since that itself names fsdp_c in its source keeps what it imported. Units that were built stay
+    what they are. Does nothing where nothing is installed.
+    """
+    global _installed
+    if _installed is None:
+        return
+    theirs = {id(ours): original for original, ours in _replacements().values()}
+    for module, name, original in _installed.written:
+        if id(vars(module).get(name)) in theirs:
+            setattr(module, name, original)
+    for module, name, value in _names_of_modules():
+        if id(value) in theirs and module.__name__ not in _installed.seen and not _mentions_us(module):
+            setattr(module, name, theirs[id(value)])
+    _installed = None
+
+
+def _names_of_modules() -> list[tuple[ModuleType, str, Any]]:
+    return [
+        (module, name, value)
+        for key, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and not _is_ours(key)
+        for name, value in list(vars(module).items())
+    ]
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "fsdp_c"
+
+
+def _mentions_us(module: ModuleType) -> bool:
+    try:
+        return "fsdp_c" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
+
+
+def _refuse_live_units(replacements: dict[int, tuple[Any, Any]], verb: str) -> None:
+    foreign = next(theirs for theirs, ours in replacements.values() if ours is FullyShardedDataParallel)
+    if not _alive(foreign):
+        return
+    gc.collect()  # of models that are gone but for reference cycles
+    count = _alive(foreign)
+    if count:
+        raise RuntimeError(
+            f"cannot {verb} fsdp_c: {count} unit(s) of torch's FullyShardedDataParallel are alive, and the two cannot "
+            "be mixed. Call fsdp_c.install() before the first model is wrapped, or start the script with "
+            "`torchrun -m fsdp_c script.py`"
+        )
+
+
+def _alive(kind: type) -> int:
+    return sum(issubclass(type(found), kind) for found in gc.get_objects())
+
+
+# ----------------------------------------------------------------- scripts
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Install, then run the script at ``path`` as ``python path *args`` would. Raises FileNotFoundError without one."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no script {path!r} to run")
+    install()
+    sys.argv = [path, *args]
+    sys.path[0] = str(Path(path).resolve().parent)
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Install, then run the module ``name`` as ``python -m name *args`` would."""
+    install()
+    sys.argv = [name, *args]
+    sys.path[0] = str(Path.cwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)

@@ -1,0 +1,168 @@
+"""install(), uninstall() and scripts that are run unmodified (H-001, H-002, H-004)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as BoundName
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as BoundScaler
+
+import fsdp_c
+
+KEPT = {"class": torch_fsdp.FullyShardedDataParallel}  # not a name of a module, so that install() leaves it
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    fsdp_c.uninstall()
+    dist.destroy_process_group()
+
+
+def test_install_rebinds_names_wherever_they_were_imported_to():
+    fsdp_c.install()
+    assert torch_fsdp.FullyShardedDataParallel is fsdp_c.FullyShardedDataParallel
+    assert BoundName is fsdp_c.FullyShardedDataParallel
+    assert BoundScaler is fsdp_c.ShardedGradScaler
+    assert torch.distributed.checkpoint.state_dict.FSDP is fsdp_c.FullyShardedDataParallel
+    assert fsdp_c.interop.is_installed()
+
+
+def test_uninstall_restores_every_name():
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    before = {(module, name): value for module in modules for name, value in list(vars(module).items())}
+    fsdp_c.install()
+    fsdp_c.uninstall()
+    changed = [key for key, value in before.items() if vars(key[0]).get(key[1], value) is not value]
+    assert [key for key in changed if not key[0].__name__.startswith("fsdp_c")] == []
+    assert BoundName is KEPT["class"]
+    assert not fsdp_c.interop.is_installed()
+
+
+def test_installing_twice_is_the_same_as_once():
+    fsdp_c.install()
+    fsdp_c.install()
+    fsdp_c.uninstall()
+    assert BoundName is KEPT["class"]
+
+
+def late_module(monkeypatch, tmp_path, source):
+    (tmp_path / "late_module.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "late_module", raising=False)
+    import late_module
+
+    return late_module
+
+
+def test_module_imported_after_install_gets_ours_and_torchs_back(monkeypatch, tmp_path):
+    fsdp_c.install()
+    late = late_module(monkeypatch, tmp_path, "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n")
+    assert late.FSDP is fsdp_c.FullyShardedDataParallel
+    fsdp_c.uninstall()
+    assert late.FSDP is KEPT["class"]
+
+
+def test_module_that_imports_from_us_keeps_ours(monkeypatch, tmp_path):
+    fsdp_c.install()
+    late = late_module(monkeypatch, tmp_path, "from fsdp_c import FullyShardedDataParallel as FSDP\n")
+    fsdp_c.uninstall()
+    assert late.FSDP is fsdp_c.FullyShardedDataParallel
+
+
+def test_install_is_refused_while_units_of_torch_are_alive():
+    model = KEPT["class"](nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(RuntimeError, match=r"1 unit\(s\) of torch's FullyShardedDataParallel are alive"):
+        fsdp_c.install()
+    assert BoundName is KEPT["class"]
+    del model
+    fsdp_c.install()
+    assert BoundName is not KEPT["class"]
+
+
+def test_constructor_refuses_units_of_torch():
+    inner = KEPT["class"](nn.Linear(2, 2), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="already sharded by torch's own FSDP"):
+        fsdp_c.FullyShardedDataParallel(nn.Sequential(inner, nn.Linear(2, 2)))
+
+
+def test_forward_method_is_registered_through_torchs_function():
+    fsdp_c.install()
+
+    class Model(nn.Linear):
+        def twice(self, x):
+            return 2 * self(x)
+
+    model = BoundName(Model(2, 2))
+    torch_fsdp.register_fsdp_forward_method(model, "twice")
+    x = torch.ones(1, 2)
+    assert torch.equal(model.twice(x), 2 * model(x))
+    torch_fsdp.register_fsdp_forward_method(Model(2, 2), "twice")  # torch's own, for what is not a unit
+
+
+def test_runtime_functions_of_torch_act_on_our_units():
+    from torch.distributed.fsdp import _runtime_utils
+
+    fsdp_c.install()
+    model = BoundName(nn.Linear(2, 2))
+    assert _runtime_utils._lazy_init(model, model) is model
+    assert model._is_root
+    assert _runtime_utils._root_pre_forward(model, model, (1,), {"a": 2}) == ((1,), {"a": 2})
+    model(torch.ones(1, 2)).sum().backward()
+    _runtime_utils._post_backward_final_callback(model, model)
+    _runtime_utils._reshard(model, model._handle, True)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_full_state_dict_through_dcp_takes_and_gives_plain_names(use_orig_params):
+    fsdp_c.install()
+    plain = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    model = BoundName(plain, use_orig_params=use_orig_params)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    found = get_model_state_dict(model, options=options)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor)
+    doubled = {name: tensor * 2 for name, tensor in expected.items()}
+    set_model_state_dict(model, doubled, options=StateDictOptions(full_state_dict=True))
+    for name, tensor in get_model_state_dict(model, options=options).items():
+        assert torch.equal(tensor, doubled[name])
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=120)
+
+
+SCRIPT = """
+import sys
+from helper import NAME
+from torch.distributed.fsdp import FullyShardedDataParallel
+print(__name__, FullyShardedDataParallel.__module__, sys.argv[1:], NAME)
+"""
+
+
+def test_script_runs_unmodified(tmp_path):
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / "helper.py").write_text("NAME = 'beside it'\n")
+    code = f"import fsdp_c.interop as i; i.run_script({str(tmp_path / 'script.py')!r}, ['--lr', '1'])"
+    done = run("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "__main__ fsdp_c.fully_sharded_data_parallel ['--lr', '1'] beside it"
+
+
+def test_missing_script_is_named():
+    with pytest.raises(FileNotFoundError, match="no script 'nowhere.py'"):
+        fsdp_c.interop.run_script("nowhere.py", [])
+    assert not fsdp_c.interop.is_installed()
