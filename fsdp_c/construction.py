@@ -1,5 +1,7 @@
 """What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
 
+import functools
+import importlib
 import os
 import warnings
 import weakref
@@ -114,8 +116,15 @@ def _split_ignored(modules: Any, states: Any) -> tuple[list[nn.Module], list[nn.
     raise ValueError(f"{name} expects {expected} elements but got types {types}")
 
 
+@functools.cache
+def _skip_in_dynamo() -> None:
+    """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
+    importlib.import_module("torch._dynamo.trace_rules").add("fsdp_c")
+
+
 def annotate_for_dynamo(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
     """Mark the modules whose parameters are views that change from forward to forward."""
+    _skip_in_dynamo()
     marks = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": use_orig_params}
     for submodule in (*tree.modules, *tree.units):
         if submodule not in ignored_modules:
