@@ -586,6 +586,16 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         """
         return unshard_params.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state dict of the selected type, with the names of the unwrapped module. Collective.
+
+        Arguments are those of ``nn.Module.state_dict``. FULL_STATE_DICT holds whole tensors, SHARDED_STATE_DICT this
+        rank's rows of each as ShardedTensor, or DTensor where the model has a device mesh, LOCAL_STATE_DICT the flat
+        parameters.
+        """
+        with state_dict.saving(self):
+            return super().state_dict(*args, **kwargs)
+
     @staticmethod
     def set_state_dict_type(
         module: nn.Module,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -34,7 +35,16 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_c.traversal import FLAT_PARAM, WRAPPED_PREFIX, clean_name, is_unit, units_of
+from fsdp_c.sharded_state_dict import (
+    LOADED,
+    load_local_value,
+    load_sharded_values,
+    names_of,
+    put_local_value,
+    put_sharded_values,
+    rows_of_units,
+)
+from fsdp_c.traversal import FLAT_PARAM, WRAPPED_PREFIX, clean_name, is_unit, units_of, units_with_paths
 from fsdp_c.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
@@ -47,6 +57,7 @@ _CONFIG_TYPES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateD
 
 # What the pre hook of a unit opened and its post hook closes.
 _open: weakref.WeakKeyDictionary[nn.Module, contextlib.ExitStack] = weakref.WeakKeyDictionary()
+_supplied: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 # ----------------------------------------------------------------- selection
@@ -176,25 +187,65 @@ def register_hooks(fsdp_module: nn.Module) -> None:
     fsdp_module.register_load_state_dict_post_hook(_post_load_hook)
 
 
+class _Saving(threading.local):
+    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share one transfer."""
+
+    outermost: Any = None
+    rows: dict[Any, list[Tensor]] | None = None
+
+
+_saving = _Saving()
+
+
+@contextlib.contextmanager
+def saving(fsdp_module: Any) -> Iterator[None]:
+    """Around ``state_dict()`` of a unit, which the units inside call as well."""
+    if _saving.outermost is not None:
+        yield
+        return
+    _saving.outermost = fsdp_module
+    try:
+        yield
+    finally:
+        _saving.outermost = _saving.rows = None
+
+
+def _rows_of(fsdp_module: Any) -> list[Tensor]:
+    """This rank's rows of the unit's parameters, which the first unit gathers for all units being saved."""
+    if _saving.outermost is None:  # somebody called nn.Module.state_dict itself
+        return rows_of_units([fsdp_module])[fsdp_module]
+    if _saving.rows is None:
+        units = [unit for unit in units_of(_saving.outermost) if unit._handle is not None]
+        sharded = [unit for unit in units if unit.sharding_strategy != ShardingStrategy.NO_SHARD]
+        for unit in sharded:
+            check_idle(unit)
+        _saving.rows = rows_of_units(sharded)
+    return _saving.rows.pop(fsdp_module)
+
+
 @torch.no_grad()
 def _pre_save_hook(fsdp_module: Any, prefix: str, keep_vars: bool) -> None:
-    _require_full(fsdp_module)
+    kind = _kind(fsdp_module)
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack)
         if fsdp_module._unit.is_root:
             fsdp_module._unit.runtime.reset_grad_info()
         if fsdp_module._handle is not None:
             check_idle(fsdp_module)
-            stack.enter_context(_clones_shown(fsdp_module))
+            if kind == StateDictType.FULL_STATE_DICT:
+                stack.enter_context(_clones_shown(fsdp_module))
+            elif not fsdp_module._use_orig_params:
+                stack.enter_context(_names_shown(fsdp_module))
         _open[fsdp_module] = stack.pop_all()
 
 
 @torch.no_grad()
 def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
-    _require_full(fsdp_module)
+    kind = _kind(fsdp_module)
     with _open.pop(fsdp_module):
         _replace_prefix(state_dict, prefix + WRAPPED_PREFIX, prefix)
-        _finish_params(fsdp_module, state_dict, prefix)
+        if fsdp_module._handle is not None:
+            _finish[kind](fsdp_module, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
     if fsdp_module._unit.is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
@@ -205,44 +256,43 @@ def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, l
 
 @torch.no_grad()
 def _pre_load_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    _require_full(fsdp_module)
-    _check_entries(fsdp_module, state_dict, prefix)
+    kind = _kind(fsdp_module)
+    if kind != StateDictType.LOCAL_STATE_DICT:
+        _check_entries(fsdp_module, state_dict, prefix)
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack)
         if fsdp_module._handle is not None:
             check_idle(fsdp_module)
-            if not _is_summoned(fsdp_module):
-                fsdp_module._handle.summon_enter(True)
-                stack.callback(fsdp_module._handle.summon_exit)
-            stack.callback(_copy_assigned, _registered(fsdp_module))
+            _begin_load[kind](fsdp_module, state_dict, prefix, stack)
+        elif kind == StateDictType.SHARDED_STATE_DICT:
+            _load_sharded(fsdp_module, state_dict, prefix)
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = stack.pop_all()
 
 
 @torch.no_grad()
 def _post_load_hook(fsdp_module: Any, incompatible_keys: Any) -> None:
-    _require_full(fsdp_module)
+    _kind(fsdp_module)
     _open.pop(fsdp_module).close()
     for keys in incompatible_keys:
         keys[:] = [clean_name(key) for key in keys]
+    supplied = _supplied.pop(fsdp_module, frozenset())
+    if supplied:
+        missing = incompatible_keys.missing_keys
+        missing[:] = [key for key in missing if key not in supplied]
 
 
-def _require_full(fsdp_module: Any) -> None:
-    """Refuse what is not a full state dict; a unit that shards nothing gives a full one whatever was selected."""
+def _kind(fsdp_module: Any) -> StateDictType:
+    """The selected type; a unit that shards nothing gives a full state dict whatever was selected."""
     if fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
         warnings.warn(
             "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=4
         )
-        return
-    selected = fsdp_module._state_dict_type
+        return StateDictType.FULL_STATE_DICT
     if _has_mesh(fsdp_module):
         _refuse_local_with_mesh(fsdp_module)
         fsdp_module._state_dict_config._use_dtensor = True
-    if selected != StateDictType.FULL_STATE_DICT:
-        raise NotImplementedError(
-            f"state dicts of type {selected.name} are not supported yet: "
-            "select StateDictType.FULL_STATE_DICT with set_state_dict_type() or state_dict_type()"
-        )
+    return fsdp_module._state_dict_type
 
 
 def _enter(fsdp_module: Any, stack: contextlib.ExitStack) -> None:
@@ -301,7 +351,20 @@ def _cloned_params(fsdp_module: Any) -> list[tuple[common.ManagedParam, nn.Param
     return clones
 
 
-def _finish_params(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+@contextlib.contextmanager
+def _names_shown(fsdp_module: Any) -> Iterator[None]:
+    """Placeholders for the parameters of a unit without original ones, so that their names come in their order."""
+    placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+    with common.mounted([(param, placeholder) for param in common.managed_params(fsdp_module._handle)]):
+        yield
+
+
+def _finish_sharded(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    state_dict.pop(prefix + FLAT_PARAM, None)
+    put_sharded_values(fsdp_module, state_dict, prefix, _rows_of(fsdp_module))
+
+
+def _finish_full(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Leave plain tensors with their own memory, or nothing, under the names of the unit's parameters."""
     state_dict.pop(prefix + FLAT_PARAM, None)
     dropped = _is_dropped(fsdp_module)
@@ -344,7 +407,59 @@ def _finished_buffer(fsdp_module: Any, name: str, buffer: Tensor) -> Tensor:
     return buffer.to(dtypes[name], copy=True)
 
 
+_finish = {
+    StateDictType.FULL_STATE_DICT: _finish_full,
+    StateDictType.SHARDED_STATE_DICT: _finish_sharded,
+    StateDictType.LOCAL_STATE_DICT: put_local_value,
+}
+
+
 # ----------------------------------------------------------------- loading
+
+
+def _begin_full_load(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
+    """Gather, so that the modules copy the full values in; the shards take theirs when the load of the unit ends."""
+    if not _is_summoned(fsdp_module):
+        fsdp_module._handle.summon_enter(True)
+        stack.callback(fsdp_module._handle.summon_exit)
+    stack.callback(_copy_assigned, _registered(fsdp_module))
+
+
+def _begin_sharded_load(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
+    _load_sharded(fsdp_module, state_dict, prefix)
+    loaded = [fqn for fqn, _ in names_of(fsdp_module) if state_dict.pop(prefix + fqn, None) is LOADED]
+    _supply(fsdp_module, prefix, [*loaded, FLAT_PARAM])
+
+
+def _begin_local_load(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
+    load_local_value(fsdp_module, state_dict, prefix)
+    _supply(fsdp_module, prefix, [*(fqn for fqn, _ in names_of(fsdp_module)), FLAT_PARAM])
+
+
+_begin_load = {
+    StateDictType.FULL_STATE_DICT: _begin_full_load,
+    StateDictType.SHARDED_STATE_DICT: _begin_sharded_load,
+    StateDictType.LOCAL_STATE_DICT: _begin_local_load,
+}
+
+
+def _load_sharded(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Load for this unit and those inside, unless an outer one has done so; see sharded_state_dict."""
+    units = [
+        (prefix + clean_name(f"{path}.") if path else prefix, unit)
+        for path, unit in units_with_paths(fsdp_module)
+        if unit._handle is not None and unit.sharding_strategy != ShardingStrategy.NO_SHARD
+    ]
+    if any(state_dict.get(at + fqn) is LOADED for at, unit in units for fqn, _ in names_of(unit)):
+        return
+    for _, unit in units:
+        check_idle(unit)
+    load_sharded_values(units, state_dict)
+
+
+def _supply(fsdp_module: Any, prefix: str, names: list[str]) -> None:
+    """The modules will not find these in the dict, and shall not report them as missing."""
+    _supplied[fsdp_module] = frozenset(clean_name(prefix) + name for name in names)
 
 
 def _registered(fsdp_module: Any) -> list[tuple[common.ManagedParam, Tensor]]:
@@ -366,7 +481,7 @@ def _check_entries(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) ->
     errors = []
     for key, shape in _expected_shapes(fsdp_module, prefix):
         value = state_dict.get(key)
-        if key not in state_dict:
+        if key not in state_dict or value is LOADED:
             continue
         if not torch.overrides.is_tensor_like(value):
             errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")

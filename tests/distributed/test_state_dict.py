@@ -270,19 +270,6 @@ def test_load_with_assign_keeps_the_values(rank: int, world_size: int, strategy:
     assert_same(full_state_dict(reference), full_state_dict(model))
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
-@on_ranks(2)
-def test_other_kinds_can_be_selected_but_name_full_as_the_remedy(rank: int, world_size: int, kind: str) -> None:
-    model = wrap(plain())
-    with type(model).state_dict_type(model, StateDictType[kind]):
-        assert type(model).get_state_dict_type(model).state_dict_type == StateDictType[kind]
-        with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
-            model.state_dict()
-        with pytest.raises(NotImplementedError, match="FULL_STATE_DICT"):
-            model.load_state_dict(plain().state_dict())
-    assert_same(plain().state_dict(), model.state_dict())
-
-
 @on_ranks(2)
 def test_no_shard_warns_and_is_full_whatever_is_selected(rank: int, world_size: int) -> None:
     model = wrap(plain(), sharding_strategy="NO_SHARD")

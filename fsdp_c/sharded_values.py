@@ -1,0 +1,325 @@
+"""Parameters as state dicts hold them under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a DTensor.
+
+[Note: Rows of parameters that lie otherwise in memory]
+Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the outermost in
+memory: so it is for contiguous and channels_last parameters. Any other, and a scalar that every rank holds under a
+mesh, is gathered, and each rank takes its own part.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_c.redistribution import Partition, chunk_partition, gather, redistribute, shard_partition
+
+
+class ParamForm(NamedTuple):
+    """How one parameter of a unit is divided in its flat parameter, and in rows."""
+
+    fqn: str  # relative to the unit
+    shape: torch.Size
+    order: tuple[int, ...] | None  # its dimensions from the outermost in memory; None for a contiguous one
+    shard: Partition
+    rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
+
+
+def param_forms(unit: Any) -> list[ParamForm]:
+    """The forms of a unit's parameters, in the order of its flat parameter."""
+    handle = unit._handle
+    if "param_forms" not in vars(handle):
+        handle.param_forms = _param_forms(unit)
+    return handle.param_forms
+
+
+def _param_forms(unit: Any) -> list[ParamForm]:
+    flat_param, layout = unit._handle.flat_param, unit._handle.layout
+    forms = []
+    for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
+        order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
+        by_rows = shape or unit._device_mesh is None
+        by_rows = by_rows and (order is None or order[0] == 0)
+        rows = chunk_partition(shape, unit.world_size) if by_rows else None
+        forms.append(ParamForm(fqn, torch.Size(shape), order, shard_partition(layout, index), rows))
+    return forms
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost."""
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """The elements of a contiguous tensor, 1-D, in the order they have in the flat parameter."""
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
+
+
+def from_memory_order(flat: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
+    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives."""
+    if order is None:
+        return flat.view(shape)
+    inverse = sorted(range(len(order)), key=lambda dim: order[dim])
+    return flat.view([shape[dim] for dim in order]).permute(inverse)
+
+
+def rows_shape(shape: torch.Size, numel: int) -> list[int]:
+    """The shape of ``numel`` elements that are whole rows of a tensor of ``shape``."""
+    if not shape:
+        return [] if numel else [0]
+    row = shape[1:].numel()
+    return [numel // row if row else 0, *shape[1:]]
+
+
+# ----------------------------------------------------------------- shards to rows and back
+
+
+def rows_of_shards(
+    units: Iterable[Any], forms_of: Callable[[Any], Sequence[tuple[ParamForm, Tensor]]]
+) -> dict[Any, list[Tensor]]:
+    """Per unit, this rank's rows of what ``forms_of`` gives: parameters' forms, and this rank's 1-D part of each shard.
+
+    A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole everywhere.
+    Collective over the units' groups, with few large transfers. See ``redistribution.redistribute``.
+    """
+    result: dict[Any, list[Tensor]] = {}
+    for group, members in by_group(units):
+        items = [(unit, form, piece) for unit in members for form, piece in forms_of(unit)]
+        chunks = _rows_of_one_group(items, group, members[0].compute_device)
+        for unit in members:
+            result[unit] = []
+        for (unit, _, _), chunk in zip(items, chunks, strict=True):
+            result[unit].append(chunk)
+    return result
+
+
+def by_group(units: Iterable[Any]) -> Iterator[tuple[dist.ProcessGroup, list[Any]]]:
+    """The units that share a shard group, and a device, together: the same order on every rank."""
+    members: dict[Any, list[Any]] = defaultdict(list)
+    for unit in units:
+        members[unit.process_group, unit.compute_device].append(unit)
+    for (group, _), units_of_group in members.items():
+        yield group, units_of_group
+
+
+def _rows_of_one_group(
+    items: list[tuple[Any, ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> list[Tensor]:
+    direct = [(form, piece) for _, form, piece in items if form.rows is not None]
+    flat_rows = redistribute(
+        (piece for _, piece in direct),
+        [form.shard for form, _ in direct],
+        [form.rows for form, _ in direct if form.rows is not None],
+        group,
+        device=device,
+    )
+    rows = iter([_shaped_rows(flat, form) for (form, _), flat in zip(direct, flat_rows, strict=True)])
+    others = [(form, piece) for _, form, piece in items if form.rows is None]
+    wholes = gather((piece for _, piece in others), [form.shard for form, _ in others], group, device=device)
+    parts = iter([_own_rows(flat, form, group) for (form, _), flat in zip(others, wholes, strict=True)])
+    return [next(rows) if form.rows is not None else next(parts) for _, form, _ in items]
+
+
+def _shaped_rows(flat: Tensor, form: ParamForm) -> Tensor:
+    return from_memory_order(flat, rows_shape(form.shape, flat.numel()), form.order)
+
+
+def _own_rows(flat: Tensor | None, form: ParamForm, group: dist.ProcessGroup) -> Tensor:
+    assert flat is not None
+    whole = from_memory_order(flat, form.shape, form.order)
+    return own_rows(whole, group.rank(), group.size()).clone() if form.shape else whole.contiguous()
+
+
+def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
+    """A view of this rank's rows of a whole tensor."""
+    start, end = chunk_partition(whole.shape, world_size).bounds(rank)
+    shape = rows_shape(whole.shape, end - start)
+    return whole.contiguous().view(-1)[start:end].view(shape)
+
+
+def shards_of_rows(
+    items: Sequence[tuple[ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[Tensor]:
+    """The inverse of ``rows_of_shards`` for one group: this rank's 1-D part of each parameter's shard. Collective."""
+    direct = [(form, rows) for form, rows in items if form.rows is not None]
+    shards = redistribute(
+        (to_memory_order(rows, form.order) for form, rows in direct),
+        [form.rows for form, _ in direct if form.rows is not None],
+        [form.shard for form, _ in direct],
+        group,
+        device=device,
+    )
+    others = [(form, rows) for form, rows in items if form.rows is None]
+    natural = [chunk_partition(form.shape, group.size()) for form, _ in others]
+    rank = group.rank()
+    pieces = (rows.reshape(-1)[: end - start] for (_, rows), (start, end) in _with_bounds(others, natural, rank))
+    wholes = iter(list(gather(pieces, natural, group, device=device)))
+    # in the order of `items`: what is whole already needs no further transfer
+    for form, _ in items:
+        yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, rank)
+
+
+def _with_bounds(items: Sequence[Any], partitions: Sequence[Partition], rank: int) -> Iterator[tuple[Any, Any]]:
+    return zip(items, (partition.bounds(rank) for partition in partitions), strict=True)
+
+
+def _own_shard(flat: Tensor | None, form: ParamForm, rank: int) -> Tensor:
+    assert flat is not None
+    start, end = form.shard.bounds(rank)
+    return to_memory_order(flat.view(form.shape), form.order)[start:end]
+
+
+# ----------------------------------------------------------------- values
+
+
+def sharded_value(unit: Any, rows: Tensor, form: ParamForm) -> ShardedTensor | DTensor:
+    """A tensor of which this rank holds ``rows``: a DTensor where the unit has a mesh, else a ShardedTensor, which is
+    contiguous whatever the parameter is (F-031, F-032)."""
+    shape = form.shape
+    if unit._device_mesh is not None:
+        return _dtensor(rows, form, unit._device_mesh)
+    rows = rows.contiguous()
+    places = _Places.of(unit, rows.device.type)
+    if not shape or shape.numel() == 0:
+        return places.sharded_tensor(rows, shape, [ShardMetadata([0] * len(shape), list(shape), places.devices[0])])
+    rest = list(shape[1:])
+    zeros = [0] * len(rest)
+    step = -(-shape[0] // unit.world_size)
+    shards = [
+        ShardMetadata([start, *zeros], [min(step, shape[0] - start), *rest], device)
+        for start, device in zip(range(0, shape[0], step), places.devices, strict=False)
+    ]
+    return places.sharded_tensor(rows, shape, shards)
+
+
+def flat_value(unit: Any, local: Tensor, numel: int) -> ShardedTensor:
+    """The flat parameter of ``numel`` elements, of which ``local`` are this rank's (F-040)."""
+    places = _Places.of(unit, local.device.type)
+    step = unit._handle.layout.shard_numel
+    shards = [
+        ShardMetadata([start], [min(step, numel - start)], device)
+        for start, device in zip(range(0, numel, max(step, 1)), places.devices, strict=False)
+    ]
+    return places.sharded_tensor(local, torch.Size([numel]), shards or [ShardMetadata([0], [0], places.devices[0])])
+
+
+class _Places:
+    """Where each rank of a unit's group keeps its rows; kept with the unit, as there are many values and few places."""
+
+    def __init__(self, unit: Any, device_type: str) -> None:
+        self.group = unit.process_group
+        self.rank = unit.rank
+        ranks = dist.get_process_group_ranks(self.group)
+        if device_type == "cpu":
+            self.devices = [_remote_device(f"rank:{rank}/cpu") for rank in ranks]
+        else:
+            per_node = torch.get_device_module(device_type).device_count()
+            self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
+        self.specs: dict[int, ChunkShardingSpec] = {}
+
+    @classmethod
+    def of(cls, unit: Any, device_type: str) -> _Places:
+        known = vars(unit).setdefault("_state_dict_places", {})
+        if device_type not in known:
+            known[device_type] = cls(unit, device_type)
+        return known[device_type]
+
+    def _spec(self, shards: list[ShardMetadata]) -> ShardingSpec:
+        if len(shards) == 1:
+            return EnumerableShardingSpec(shards)
+        if len(shards) not in self.specs:
+            self.specs[len(shards)] = ChunkShardingSpec(dim=0, placements=list(self.devices[: len(shards)]))
+        return self.specs[len(shards)]
+
+    def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
+        """As ShardedTensor's own constructors build one, without their checks of what was computed just now."""
+        properties = TensorProperties(local.dtype, pin_memory=local.is_pinned())
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
+        )
+        tensor.__dict__.update(
+            _sharding_spec=self._spec(shards),
+            _metadata=ShardedTensorMetadata(shards, shape, properties),
+            _local_shards=[Shard(local, shards[self.rank])] if self.rank < len(shards) else [],
+            _process_group=self.group,
+            _init_rrefs=False,
+            _sharded_tensor_id=None,
+            _remote_shards={},
+        )
+        return tensor
+
+
+def _dtensor(rows: Tensor, form: ParamForm, mesh: DeviceMesh) -> DTensor:
+    meta = TensorMeta(form.shape, _strides(form.shape, form.order), rows.dtype)
+    spec = DTensorSpec(mesh, _placements(mesh, bool(form.shape)), meta)
+    return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg]
+
+
+def _strides(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
+    """Rows over the last dimension of the mesh, replicas over the others (F-032)."""
+    last: Placement = ShardPlacement(0) if has_rows else Replicate()
+    return (*[Replicate()] * (mesh.ndim - 1), last)
+
+
+def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
+    """This rank's rows of a loaded value. Collective only for a DTensor that is placed otherwise.
+
+    Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
+    into rows over as many ranks (X-142).
+    """
+    if isinstance(value, DTensor):
+        return _rows_of_dtensor(value, unit)
+    if not isinstance(value, ShardedTensor):
+        raise AssertionError(
+            f"{fqn}: a sharded state dict holds ShardedTensor or DTensor values but got {type(value)}; "
+            "load full tensors with StateDictType.FULL_STATE_DICT"
+        )
+    shards = value.local_shards()
+    if len(shards) >= 2:
+        raise AssertionError(
+            f"{fqn}: Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {unit.rank}; "
+            "load through torch.distributed.checkpoint, which divides it anew"
+        )
+    numel = _rows_numel(unit, form)
+    found = shards[0].tensor.numel() if shards else 0
+    if found != numel:
+        raise AssertionError(
+            f"{fqn}: rank {unit.rank} of {unit.world_size} expects rows of {numel} elements but the value has {found}: "
+            "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
+        )
+    return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+
+
+def _rows_numel(unit: Any, form: ParamForm) -> int:
+    start, end = chunk_partition(form.shape, unit.world_size).bounds(unit.rank)
+    return end - start
+
+
+def _rows_of_dtensor(value: DTensor, unit: Any) -> Tensor:
+    local = value.to_local()
+    mesh = value.device_mesh
+    same = mesh.size(-1) == unit.world_size and value.placements == _placements(mesh, value.dim() > 0)
+    if same and value.dim():
+        return local
+    return own_rows(value.full_tensor(), unit.rank, unit.world_size)

@@ -1,0 +1,456 @@
+"""SHARDED_STATE_DICT and LOCAL_STATE_DICT: values, metadata and loading, next to torch's FSDP1 (F-030 to F-043)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import on_ranks
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+both_forms = pytest.mark.parametrize("mesh", [False, True])
+
+
+class Odd(nn.Module):
+    """Fewer rows than ranks, rows that do not divide, one that is shared, buffers, another memory format."""
+
+    def __init__(self, memory_format: torch.memory_format = torch.channels_last) -> None:
+        super().__init__()
+        self.one_row = nn.Parameter(torch.randn(1, 5))
+        self.vector = nn.Parameter(torch.randn(7))
+        self.image = nn.Conv2d(3, 5, 3).to(memory_format=memory_format)
+        self.net = Net(2, tied_head=True, tied=True)
+        self.register_buffer("count", torch.arange(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = self.image(torch.ones(1, 3, 3, 3)).sum() + self.vector.sum() + self.one_row.sum()
+        return self.net(x) + extra
+
+
+def odd(seed: int = 0, **options: Any) -> Odd:
+    torch.manual_seed(seed)
+    return Odd(**options)
+
+
+def contiguous(seed: int = 0) -> Odd:
+    """torch makes no ShardedTensor of a channels_last parameter."""
+    return odd(seed, memory_format=torch.contiguous_format)
+
+
+def wrap(module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any) -> Any:
+    warnings.simplefilter("ignore")
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")} | options
+    if mesh:
+        options["device_mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    return implementation(which)(module, use_orig_params=use_orig_params, **options)
+
+
+def train(model: nn.Module, rank: int, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saved(model: Any, kind: StateDictType, config: Any = None) -> dict[str, Any]:
+    with type(model).state_dict_type(model, kind, config):
+        return model.state_dict()
+
+
+def load(model: Any, kind: StateDictType, state: dict[str, Any], strict: bool = True) -> Any:
+    with type(model).state_dict_type(model, kind):
+        return model.load_state_dict(state, strict=strict)
+
+
+def assert_same_value(name: str, expected: Any, actual: Any) -> None:
+    assert type(expected) is type(actual), name
+    if isinstance(expected, ShardedTensor):
+        assert expected.metadata() == actual.metadata(), name
+        assert type(expected.sharding_spec()) is type(actual.sharding_spec()), name
+        ours, theirs = actual.local_shards(), expected.local_shards()
+        assert [shard.metadata for shard in ours] == [shard.metadata for shard in theirs], name
+        assert all(same_bits(a.tensor, b.tensor) for a, b in zip(ours, theirs, strict=True)), name
+    elif isinstance(expected, DTensor):
+        assert (expected.placements, expected.shape, expected.stride()) == (
+            actual.placements,
+            actual.shape,
+            actual.stride(),
+        ), name
+        assert same_bits(expected.to_local(), actual.to_local()), name
+    else:
+        assert same_bits(expected, actual), name
+
+
+def assert_same_full(expected: Any, actual: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        left, right = saved(expected, FULL), saved(actual, FULL)
+    assert sorted(left) == sorted(right)
+    assert [name for name in left if not same_bits(left[name], right[name])] == []
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@both_forms
+@both_views
+@on_ranks(4)
+def test_sharded_values_and_their_metadata_equal_torchs(rank, world_size, use_orig_params, mesh, offload):
+    states = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(odd() if mesh else contiguous(), use_orig_params, which, mesh)
+        train(model, rank)
+        states.append(saved(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=offload)))
+    torchs, ours = states
+    assert sorted(ours) == sorted(torchs)
+    for name in torchs:
+        assert_same_value(name, torchs[name], ours[name])
+
+
+@both_forms
+@both_views
+@on_ranks(2)
+def test_sharded_dict_loads_into_another_model(rank, world_size, use_orig_params, mesh):
+    source, target = wrap(odd(0), use_orig_params, mesh=mesh), wrap(odd(1), use_orig_params, mesh=mesh)
+    train(source, rank)
+    train(target, rank)
+    result = load(target, SHARDED, saved(source, SHARDED))
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_same_full(source, target)
+    train(source, rank)
+    train(target, rank)
+    assert_same_full(source, target)
+
+
+@both_forms
+@pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch"])
+@on_ranks(2)
+def test_sharded_dict_is_exchanged_with_torch(rank, world_size, mesh, direction):
+    which = direction.split(" to ")
+    source, target = (wrap(contiguous(seed), True, name, mesh) for seed, name in enumerate(which))
+    load(target, SHARDED, saved(source, SHARDED))
+    assert_same_full(source, target)
+
+
+@on_ranks(2)
+def test_saved_values_have_memory_of_their_own(rank, world_size):
+    model = wrap(odd(), True)
+    state = saved(model, SHARDED)
+    pointers = [
+        shard.tensor.untyped_storage().data_ptr()
+        for v in state.values()
+        if isinstance(v, ShardedTensor)
+        for shard in v.local_shards()
+    ]
+    assert len(set(pointers)) == len(pointers)
+    before = {
+        name: v.local_shards()[0].tensor.clone()
+        for name, v in state.items()
+        if isinstance(v, ShardedTensor) and v.local_shards()
+    }
+    train(model, rank)
+    assert all(torch.equal(before[name], state[name].local_shards()[0].tensor) for name in before)
+
+
+@on_ranks(2)
+def test_save_inside_summon_sees_what_was_changed_there(rank, world_size):
+    model = wrap(nn.Linear(3, 4), True)
+    with type(model).summon_full_params(model):
+        model.weight.data.fill_(2.0)
+        state = saved(model, SHARDED)
+    assert state["weight"].local_tensor().eq(2.0).all()
+
+
+@both_views
+@on_ranks(2)
+def test_empty_parameters_are_saved_and_loaded(rank, world_size, use_orig_params):
+    """F-035: torch divides by the number of rows."""
+
+    def small(value: float) -> nn.Module:
+        module = nn.Module()
+        module.empty = nn.Parameter(torch.empty(0, 3))
+        module.weight = nn.Parameter(torch.full((3, 2), value))
+        return module
+
+    for mesh in (False, True):
+        source = wrap(small(1.0), use_orig_params, mesh=mesh, auto_wrap_policy=None)
+        target = wrap(small(2.0), use_orig_params, mesh=mesh, auto_wrap_policy=None)
+        load(target, SHARDED, saved(source, SHARDED))
+        full = saved(target, FULL)
+        assert full["empty"].shape == (0, 3)
+        assert full["weight"].eq(1.0).all()
+
+
+@on_ranks(2)
+def test_transposed_parameter_is_saved_in_rows(rank, world_size):
+    def transposed() -> nn.Module:
+        torch.manual_seed(0)
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.randn(6, 5).t())
+        return module
+
+    expected = transposed().weight.detach()
+    model = wrap(transposed(), True, auto_wrap_policy=None)
+    state = saved(model, SHARDED)
+    assert torch.equal(state["weight"].local_tensor(), expected.chunk(2)[rank])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load(model, SHARDED, state)
+    assert torch.equal(saved(model, FULL)["weight"], expected)
+
+
+@on_ranks(2)
+def test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype(rank, world_size):
+    precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    states = []
+    for which in ("torch", "fsdp_c"):
+        torch.manual_seed(0)
+        model = wrap(
+            Net(2, buffers=True) if "buffers" in Net.__init__.__code__.co_varnames else Net(2),
+            True,
+            which,
+            mixed_precision=precision,
+        )
+        train(model, rank)
+        states.append(saved(model, SHARDED))
+    for name in states[0]:
+        assert_same_value(name, states[0][name], states[1][name])
+
+
+@on_ranks(4)
+def test_hybrid_mesh_gives_replicated_rows(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 2))
+    states = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(odd(), True, which, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        states.append(saved(model, SHARDED))
+    for name in states[0]:
+        assert_same_value(name, states[0][name], states[1][name])
+    load(model, SHARDED, states[0])
+
+
+@on_ranks(2)
+def test_unit_that_shards_nothing_gives_whole_tensors(rank, world_size):
+    model = wrap(nn.Linear(3, 4), True, sharding_strategy=ShardingStrategy.NO_SHARD, auto_wrap_policy=None)
+    with pytest.warns(UserWarning, match="full_state_dict will be returned"):
+        state = saved(model, SHARDED)
+    assert type(state["weight"]) is Tensor
+    assert state["weight"].shape == (4, 3)
+
+
+@on_ranks(2)
+def test_inner_unit_saves_and_loads_on_its_own(rank, world_size):
+    model, other = wrap(odd(0), True), wrap(odd(1), True)
+    inner, into = type(model).fsdp_modules(model)[1], type(model).fsdp_modules(other)[1]
+    load(into, SHARDED, saved(inner, SHARDED))
+    assert_same_full(inner, into)
+
+
+@on_ranks(2)
+def test_all_units_are_saved_by_one_transfer(rank, world_size):
+    calls = []
+    original = dist.all_to_all_single
+
+    def counted(*args, **kwargs):
+        calls.append("all_to_all")
+        return original(*args, **kwargs)
+
+    model = wrap(odd(), False)
+    dist.all_to_all_single = counted
+    try:
+        state = saved(model, SHARDED)
+        assert calls == ["all_to_all"]
+        load(model, SHARDED, state)
+        assert calls == ["all_to_all"] * 2
+    finally:
+        dist.all_to_all_single = original
+
+
+# ----------------------------------------------------------------- errors
+
+
+@both_views
+@on_ranks(2)
+def test_missing_value_is_warned_of_skipped_and_reported(rank, world_size, use_orig_params, caplog=None):
+    """F-034, X-143."""
+    source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
+    state = saved(source, SHARDED)
+    before = saved(target, FULL)
+    del state["vector"]
+    if use_orig_params:
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "vector"'):
+            load(target, SHARDED, dict(state))
+    result = load(target, SHARDED, dict(state), strict=False)
+    assert result.unexpected_keys == []
+    assert torch.equal(saved(target, FULL)["vector"], before["vector"])
+    assert not torch.equal(saved(target, FULL)["one_row"], before["one_row"])
+
+
+@both_views
+@on_ranks(2)
+def test_unexpected_value_is_reported(rank, world_size, use_orig_params):
+    model = wrap(odd(0), use_orig_params)
+    state = saved(model, SHARDED)
+    state["nowhere"] = state["vector"]
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "nowhere"'):
+        load(model, SHARDED, state)
+
+
+@both_views
+@on_ranks(2)
+def test_wrong_value_is_named_and_nothing_is_loaded(rank, world_size, use_orig_params):
+    """X-142, X-144."""
+    source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
+    before = saved(target, FULL)
+    good = saved(source, SHARDED)
+    wrong_shape = copy.copy(good)
+    wrong_shape["vector"] = good["one_row"]
+    with pytest.raises(RuntimeError, match="size mismatch for vector"):
+        load(target, SHARDED, wrong_shape)
+    plain = copy.copy(good)
+    plain["vector"] = torch.zeros(7)
+    with pytest.raises(AssertionError, match="vector: a sharded state dict holds ShardedTensor or DTensor values"):
+        load(target, SHARDED, plain)
+    after = saved(target, FULL)
+    assert [name for name in before if not same_bits(before[name], after[name])] == []
+
+
+@on_ranks(2)
+def test_rows_of_another_number_of_ranks_are_refused(rank, world_size):
+    model = wrap(nn.Linear(3, 4), True, auto_wrap_policy=None)
+    state = saved(model, SHARDED)
+    shard = state["weight"].local_shards()[0]
+    shard.tensor = shard.tensor[:1]
+    with pytest.raises(
+        AssertionError, match=f"weight: rank {rank} of 2 expects rows of 6 elements but the value has 3"
+    ):
+        load(model, SHARDED, state)
+
+
+# ----------------------------------------------------------------- LOCAL
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2)
+def test_local_dict_equals_torchs(rank, world_size, offload):
+    states = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(odd(), False, which)
+        train(model, rank)
+        states.append(saved(model, LOCAL, LocalStateDictConfig(offload_to_cpu=offload)))
+    assert list(states[0]) == list(states[1])
+    for name in states[0]:
+        if isinstance(states[0][name], ShardedTensor):
+            states[0][name].metadata().tensor_properties.requires_grad = False  # of what is detached
+        assert_same_value(name, states[0][name], states[1][name])
+
+
+@both_views
+@on_ranks(4)
+def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, world_size, use_orig_params):
+    """F-041, parity 10: with use_orig_params torch saves what it cannot load."""
+    source, target = wrap(odd(0), use_orig_params), wrap(odd(1), use_orig_params)
+    train(source, rank)
+    buffer = io.BytesIO()
+    torch.save(saved(source, LOCAL), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=False)
+    assert {name for name in state if name not in dict(odd().named_buffers())} == {
+        "_flat_param",
+        "net.blocks.0._flat_param",
+        "net.blocks.1._flat_param",
+    }
+    result = load(target, LOCAL, state)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_same_full(source, target)
+
+
+@on_ranks(2)
+def test_local_values_are_views_of_the_shard(rank, world_size):
+    model = wrap(nn.Linear(3, 4), False, auto_wrap_policy=None)
+    state = saved(model, LOCAL)
+    assert state["_flat_param"].local_tensor().data_ptr() == model._handle.local_shard.data_ptr()
+
+
+@on_ranks(2)
+def test_local_dict_that_does_not_fit_is_refused(rank, world_size):
+    """X-140, X-141."""
+    model, other = (wrap(nn.Linear(size, 4), False, auto_wrap_policy=None) for size in (3, 5))
+    state = saved(other, LOCAL)
+    with pytest.raises(AssertionError, match="Local shard size = 8 of 16"):
+        load(model, LOCAL, state)
+    with pytest.raises(AssertionError, match="should be ShardedTensor"):
+        load(model, LOCAL, {"_flat_param": torch.zeros(8)})
+    with pytest.raises(AssertionError, match="No `FlatParameter` in `state_dict`"):
+        load(model, LOCAL, {})
+
+
+@on_ranks(2)
+def test_local_dict_is_refused_with_a_mesh(rank, world_size):
+    """F-043, X-134."""
+    model = wrap(nn.Linear(3, 4), False, mesh=True, auto_wrap_policy=None)
+    with pytest.raises(RuntimeError, match="DeviceMesh is not compatible with LOCAL_STATE_DICT"):
+        saved(model, LOCAL)
+
+
+# ----------------------------------------------------------------- through torch.distributed.checkpoint
+
+
+@both_forms
+@pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch", "fsdp_c to fsdp_c"])
+@on_ranks(4)
+def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, world_size, mesh, direction, tmp_path):
+    """F-036: saved by four ranks, loaded by two, in separate groups."""
+    source_name, target_name = direction.split(" to ")
+    path = str(tmp_path)
+    source = wrap(contiguous(0), True, source_name, mesh)
+    train(source, rank)
+    dcp.save(saved(source, SHARDED), checkpoint_id=path)
+    expected = saved(source, FULL)
+    options: dict[str, Any] = {}
+    if mesh:
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    else:
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        options["process_group"] = groups[rank // 2]
+    target = wrap(contiguous(1), False, target_name, **options)
+    state = saved(target, SHARDED)
+    dcp.load(state, checkpoint_id=path)
+    load(target, SHARDED, state)
+    found = saved(target, FULL)
+    assert [name for name in expected if not same_bits(expected[name], found[name])] == []
+
+
+@on_ranks(2)
+def test_full_config_objects_are_shared_by_the_units(rank, world_size):
+    """A-131: what is written into the object the caller passed is seen by every unit."""
+    model = wrap(odd(), True)
+    config = FullStateDictConfig()
+    with type(model).state_dict_type(model, FULL, config):
+        assert all(unit._state_dict_config is config for unit in type(model).fsdp_modules(model))
+        config.offload_to_cpu = True
+        assert model.state_dict()["vector"].device.type == "cpu"
