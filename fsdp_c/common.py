@@ -21,21 +21,27 @@ class ManagedParam(NamedTuple):
     name: str  # its attribute there
     fqn: str  # relative to the unit, wrapper segments removed
     shape: torch.Size  # unsharded
+    index: int  # in the flat parameter; names of a shared parameter have one
 
 
 def managed_params(handle: Any) -> list[ManagedParam]:
     """The original parameters of ``handle``, then the further names of shared ones; empty without a handle."""
     if handle is None:
         return []
-    flat_param = handle.flat_param
+    if "_managed_params" not in vars(handle):
+        handle._managed_params = _managed_params(handle.flat_param)
+    return handle._managed_params
+
+
+def _managed_params(flat_param: Any) -> list[ManagedParam]:
     params = [
-        ManagedParam(info.module, info.param_name, _fqn(info), torch.Size(shape))
-        for info, shape in zip(flat_param._param_infos, flat_param._shapes, strict=True)
+        ManagedParam(info.module, info.param_name, _fqn(info), torch.Size(shape), index)
+        for index, (info, shape) in enumerate(zip(flat_param._param_infos, flat_param._shapes, strict=True))
     ]
-    shapes = {(param.module, param.name): param.shape for param in params}
+    primary = {(param.module, param.name): param for param in params}
     for info in flat_param._shared_param_infos:
-        shape = shapes[info.prim_module, info.prim_param_name]
-        params.append(ManagedParam(info.module, info.param_name, _fqn(info), shape))
+        first = primary[info.prim_module, info.prim_param_name]
+        params.append(ManagedParam(info.module, info.param_name, _fqn(info), first.shape, first.index))
     return params
 
 

@@ -65,16 +65,18 @@ def redistribute(
     group: dist.ProcessGroup,
     *,
     device: torch.device | None = None,
+    batch_nbytes: int | None = None,
 ) -> Iterator[Tensor]:
     """Yield this rank's part of each tensor under ``targets``, freshly allocated, from its part under ``sources``.
 
     ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need not hold
     them all. Ranks pass the same dtypes and partitions in the same order. Collective: every rank consumes it to
     its end. ``device``: where the transfer takes place and the results stay; by default where the pieces are.
+    ``batch_nbytes``: how much is moved at once, over all ranks, BATCH_NBYTES by default.
     See [Note: Few large transfers]. Raises ValueError for a piece that is not what the source partition says.
     """
     first = 0
-    for batch in _batches(pieces, sources, group, device, _is_full):
+    for batch in _batches(pieces, sources, group, device, batch_nbytes or BATCH_NBYTES, _always):
         end = first + len(batch)
         yield from _exchange(batch, sources[first:end], targets[first:end], group)
         first = end
@@ -87,6 +89,7 @@ def gather(
     *,
     device: torch.device | None = None,
     rank0_only: bool = False,
+    batch_nbytes: int | None = None,
 ) -> Iterator[Tensor | None]:
     """Yield the whole of each tensor, 1-D and freshly allocated; with ``rank0_only`` None on the other ranks.
 
@@ -96,11 +99,11 @@ def gather(
     if rank0_only:
         targets = [rank0_partition(source.numel) for source in sources]
         held = group.rank() == 0
-        for whole in redistribute(pieces, sources, targets, group, device=device):
+        for whole in redistribute(pieces, sources, targets, group, device=device, batch_nbytes=batch_nbytes):
             yield whole if held else None
         return
     first = 0
-    for batch in _batches(pieces, sources, group, device, _is_full_and_even):
+    for batch in _batches(pieces, sources, group, device, batch_nbytes or BATCH_NBYTES, _begins):
         end = first + len(batch)
         yield from _gather_batch(batch, sources[first:end], group)
         first = end
@@ -109,14 +112,13 @@ def gather(
 # ----------------------------------------------------------------- batches
 
 
-def _is_full(nbytes: int, last: Partition, following: Partition) -> bool:
-    return nbytes >= BATCH_NBYTES
+def _always(last: Partition, following: Partition) -> bool:
+    return True
 
 
-def _is_full_and_even(nbytes: int, last: Partition, following: Partition) -> bool:
+def _begins(last: Partition, following: Partition) -> bool:
     """Shards of a whole flat parameter are even, which parts of it are not: an all-gather would be mostly padding."""
-    begins = following.step != last.step or following.offset < last.offset
-    return nbytes >= BATCH_NBYTES and begins
+    return following.step != last.step or following.offset < last.offset
 
 
 def _batches(
@@ -124,14 +126,15 @@ def _batches(
     sources: Sequence[Partition],
     group: dist.ProcessGroup,
     device: torch.device | None,
-    is_complete: Callable[[int, Partition, Partition], bool],
+    limit_nbytes: int,
+    may_end: Callable[[Partition, Partition], bool],
 ) -> Iterator[list[Tensor]]:
     rank = group.rank()
     batch: list[Tensor] = []
     nbytes = 0
     for index, piece in enumerate(pieces):
         source = sources[index]
-        if batch and is_complete(nbytes, sources[index - 1], source):
+        if nbytes >= limit_nbytes and may_end(sources[index - 1], source):
             yield batch
             batch, nbytes = [], 0
         batch.append(_checked(piece, source, rank, device))

@@ -1,15 +1,12 @@
 """State dicts of models: which kind is selected, and the hooks that give ``state_dict()`` the unwrapped module's names.
 
-[Note: Saving unit by unit]
-The pre hook gathers a unit, clones its parameters one by one (straight to CPU memory under ``offload_to_cpu``), frees
-what was gathered, and only then shows the clones on the modules, from where nn.Module collects them. So an outer unit
-does not stay gathered while its inner units are saved: the peak is the result and one unit. Until the post hook the
-handle stays in SUMMON_FULL_PARAMS, so that a forward after a ``state_dict()`` that raised is refused.
+What the values are, and how they come and go, stands in state_dict_saving and state_dict_loading.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import warnings
@@ -19,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
-from fsdp_c import _C, common
+from fsdp_c import common
 from fsdp_c.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -35,16 +31,18 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_c.sharded_state_dict import (
-    LOADED,
-    load_local_value,
-    load_sharded_values,
-    names_of,
+from fsdp_c.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
+from fsdp_c.state_dict_saving import (
+    full_values,
+    full_values_shown,
+    is_dropped,
+    names_shown,
+    put_full_values,
     put_local_value,
     put_sharded_values,
-    rows_of_units,
+    sharded_rows,
 )
-from fsdp_c.traversal import FLAT_PARAM, WRAPPED_PREFIX, clean_name, is_unit, units_of, units_with_paths
+from fsdp_c.traversal import WRAPPED_PREFIX, clean_name, units_of
 from fsdp_c.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
@@ -188,10 +186,10 @@ def register_hooks(fsdp_module: nn.Module) -> None:
 
 
 class _Saving(threading.local):
-    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share one transfer."""
+    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share their transfers."""
 
     outermost: Any = None
-    rows: dict[Any, list[Tensor]] | None = None
+    values: dict[Any, list[Tensor]]
 
 
 _saving = _Saving()
@@ -199,28 +197,37 @@ _saving = _Saving()
 
 @contextlib.contextmanager
 def saving(fsdp_module: Any) -> Iterator[None]:
-    """Around ``state_dict()`` of a unit, which the units inside call as well."""
+    """Around ``state_dict()`` of a unit, which the units inside call as well.
+
+    Whatever happens inside, the modules are as before at exit.
+    """
     if _saving.outermost is not None:
         yield
         return
-    _saving.outermost = fsdp_module
+    already_open = set(_open)
+    _saving.outermost, _saving.values = fsdp_module, {}
     try:
         yield
     finally:
-        _saving.outermost = _saving.rows = None
+        _saving.outermost, _saving.values = None, {}
+        for unit in [unit for unit in _open if unit not in already_open]:
+            _open.pop(unit).close()
 
 
-def _rows_of(fsdp_module: Any) -> list[Tensor]:
-    """This rank's rows of the unit's parameters, which the first unit gathers for all units being saved."""
-    if _saving.outermost is None:  # somebody called nn.Module.state_dict itself
-        return rows_of_units([fsdp_module])[fsdp_module]
-    if _saving.rows is None:
-        units = [unit for unit in units_of(_saving.outermost) if unit._handle is not None]
-        sharded = [unit for unit in units if unit.sharding_strategy != ShardingStrategy.NO_SHARD]
-        for unit in sharded:
+def _values_of(fsdp_module: Any) -> list[Tensor]:
+    """What is saved of the unit's parameters, which the first unit to ask has made for all units being saved."""
+    if _saving.outermost is None or fsdp_module not in _saving.values:
+        # somebody may have called nn.Module.state_dict itself, or have put units where no walk finds them
+        together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
+        units = [unit for unit in dict.fromkeys([fsdp_module, *together]) if unit._handle is not None]
+        for unit in units:
             check_idle(unit)
-        _saving.rows = rows_of_units(sharded)
-    return _saving.rows.pop(fsdp_module)
+        full, sharded = [unit for unit in units if is_full(unit)], [unit for unit in units if not is_full(unit)]
+        values = {**full_values(full), **sharded_rows(sharded)}
+        if _saving.outermost is None:
+            return values[fsdp_module]
+        _saving.values.update(values)
+    return _saving.values.pop(fsdp_module)
 
 
 @torch.no_grad()
@@ -233,9 +240,9 @@ def _pre_save_hook(fsdp_module: Any, prefix: str, keep_vars: bool) -> None:
         if fsdp_module._handle is not None:
             check_idle(fsdp_module)
             if kind == StateDictType.FULL_STATE_DICT:
-                stack.enter_context(_clones_shown(fsdp_module))
+                stack.enter_context(full_values_shown(fsdp_module, _values_of(fsdp_module)))
             elif not fsdp_module._use_orig_params:
-                stack.enter_context(_names_shown(fsdp_module))
+                stack.enter_context(names_shown(fsdp_module))
         _open[fsdp_module] = stack.pop_all()
 
 
@@ -243,9 +250,14 @@ def _pre_save_hook(fsdp_module: Any, prefix: str, keep_vars: bool) -> None:
 def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
     kind = _kind(fsdp_module)
     with _open.pop(fsdp_module):
-        _replace_prefix(state_dict, prefix + WRAPPED_PREFIX, prefix)
+        _strip_wrapper(state_dict, prefix)
         if fsdp_module._handle is not None:
-            _finish[kind](fsdp_module, state_dict, prefix)
+            if kind == StateDictType.FULL_STATE_DICT:
+                put_full_values(fsdp_module, state_dict, prefix)
+            elif kind == StateDictType.SHARDED_STATE_DICT:
+                put_sharded_values(fsdp_module, state_dict, prefix, _values_of(fsdp_module))
+            else:
+                put_local_value(fsdp_module, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
     if fsdp_module._unit.is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
@@ -255,17 +267,32 @@ def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, l
 
 
 @torch.no_grad()
-def _pre_load_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _pre_load_hook(
+    fsdp_module: Any,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
     kind = _kind(fsdp_module)
-    if kind != StateDictType.LOCAL_STATE_DICT:
-        _check_entries(fsdp_module, state_dict, prefix)
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack)
         if fsdp_module._handle is not None:
             check_idle(fsdp_module)
-            _begin_load[kind](fsdp_module, state_dict, prefix, stack)
-        elif kind == StateDictType.SHARDED_STATE_DICT:
-            _load_sharded(fsdp_module, state_dict, prefix)
+        if kind == StateDictType.LOCAL_STATE_DICT:
+            if fsdp_module._handle is not None:
+                mark = load_local_value(fsdp_module, state_dict, prefix)
+                _supplied[fsdp_module] = supplied_names(fsdp_module, prefix, mark)
+        else:
+            mark = begin_load(fsdp_module, state_dict, prefix)
+            if mark.is_loaded:
+                _supplied[fsdp_module] = supplied_names(fsdp_module, prefix, mark)
+                if not fsdp_module._use_orig_params:  # the modules do not know what they miss
+                    missing_keys.extend(prefix + name for name in sorted(mark.missing))
+            elif fsdp_module._handle is not None:
+                stack.enter_context(gathered_for_load(fsdp_module))
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = stack.pop_all()
 
@@ -276,7 +303,7 @@ def _post_load_hook(fsdp_module: Any, incompatible_keys: Any) -> None:
     _open.pop(fsdp_module).close()
     for keys in incompatible_keys:
         keys[:] = [clean_name(key) for key in keys]
-    supplied = _supplied.pop(fsdp_module, frozenset())
+    supplied = _supplied.pop(fsdp_module, None)
     if supplied:
         missing = incompatible_keys.missing_keys
         missing[:] = [key for key in missing if key not in supplied]
@@ -306,80 +333,7 @@ def _enter(fsdp_module: Any, stack: contextlib.ExitStack) -> None:
     stack.enter_context(common.bound_runtime(fsdp_module))
 
 
-def _is_summoned(fsdp_module: Any) -> bool:
-    """Whether the user is inside ``summon_full_params``: the parameters are gathered already."""
-    return fsdp_module._handle.training_state == _C.USE_SUMMON_FULL_PARAMS
-
-
-# ----------------------------------------------------------------- saving
-
-
-def _is_dropped(fsdp_module: Any) -> bool:
-    """Whether this rank returns nothing that the unit manages."""
-    return getattr(fsdp_module._state_dict_config, "rank0_only", False) and fsdp_module.rank != 0
-
-
-@contextlib.contextmanager
-def _clones_shown(fsdp_module: Any) -> Iterator[None]:
-    """See [Note: Saving unit by unit]."""
-    with contextlib.ExitStack() as stack:
-        summoned = _is_summoned(fsdp_module)
-        if not summoned:
-            fsdp_module._handle.summon_enter(False)
-            stack.callback(fsdp_module._handle.summon_exit)
-        clones = [] if _is_dropped(fsdp_module) else _cloned_params(fsdp_module)
-        if not summoned:
-            fsdp_module._handle.summon_hide()
-        stack.enter_context(common.mounted(clones))
-        yield
-
-
-def _cloned_params(fsdp_module: Any) -> list[tuple[common.ManagedParam, nn.Parameter]]:
-    """One clone per name, of the full parameters now on the modules."""
-    offload = fsdp_module._state_dict_config.offload_to_cpu
-    clones = []
-    for param in common.managed_params(fsdp_module._handle):
-        full = getattr(param.module, param.name)
-        if full.shape != param.shape:
-            raise AssertionError(
-                f"{param.fqn} has shape {tuple(full.shape)} on rank {fsdp_module.rank}, not its full "
-                f"{tuple(param.shape)}: inside summon_full_params(rank0_only=True) only rank 0 can save; "
-                "select FullStateDictConfig(rank0_only=True)"
-            )
-        clone = full.detach().to("cpu", copy=True) if offload else full.detach().clone()
-        clones.append((param, nn.Parameter(clone, requires_grad=full.requires_grad)))
-    return clones
-
-
-@contextlib.contextmanager
-def _names_shown(fsdp_module: Any) -> Iterator[None]:
-    """Placeholders for the parameters of a unit without original ones, so that their names come in their order."""
-    placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
-    with common.mounted([(param, placeholder) for param in common.managed_params(fsdp_module._handle)]):
-        yield
-
-
-def _finish_sharded(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    state_dict.pop(prefix + FLAT_PARAM, None)
-    put_sharded_values(fsdp_module, state_dict, prefix, _rows_of(fsdp_module))
-
-
-def _finish_full(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Leave plain tensors with their own memory, or nothing, under the names of the unit's parameters."""
-    state_dict.pop(prefix + FLAT_PARAM, None)
-    dropped = _is_dropped(fsdp_module)
-    for param in common.managed_params(fsdp_module._handle):
-        fqn = prefix + param.fqn
-        if dropped:
-            state_dict.pop(fqn, None)
-            continue
-        if fqn not in state_dict:
-            raise AssertionError(
-                f"FSDP expects {fqn} in the state dict but it holds only {list(state_dict)} "
-                f"(prefix={prefix!r}, rank={fsdp_module.rank})"
-            )
-        # Under keep_vars the entry is the clone as a Parameter.
-        state_dict[fqn] = state_dict[fqn].detach()
+# ----------------------------------------------------------------- entries of a dict
 
 
 def _finish_buffers(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
@@ -390,7 +344,7 @@ def _finish_buffers(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -
         first_name = first_names.setdefault(buffer, clean_name(name))
         if key not in state_dict or WRAPPED_PREFIX in name:
             continue  # not persistent, or an inner unit's
-        if _is_dropped(fsdp_module):
+        if is_dropped(fsdp_module):
             del state_dict[key]
         else:
             state_dict[key] = _finished_buffer(fsdp_module, first_name, state_dict[key])
@@ -407,129 +361,13 @@ def _finished_buffer(fsdp_module: Any, name: str, buffer: Tensor) -> Tensor:
     return buffer.to(dtypes[name], copy=True)
 
 
-_finish = {
-    StateDictType.FULL_STATE_DICT: _finish_full,
-    StateDictType.SHARDED_STATE_DICT: _finish_sharded,
-    StateDictType.LOCAL_STATE_DICT: put_local_value,
-}
-
-
-# ----------------------------------------------------------------- loading
-
-
-def _begin_full_load(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
-    """Gather, so that the modules copy the full values in; the shards take theirs when the load of the unit ends."""
-    if not _is_summoned(fsdp_module):
-        fsdp_module._handle.summon_enter(True)
-        stack.callback(fsdp_module._handle.summon_exit)
-    stack.callback(_copy_assigned, _registered(fsdp_module))
-
-
-def _begin_sharded_load(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
-    _load_sharded(fsdp_module, state_dict, prefix)
-    loaded = [fqn for fqn, _ in names_of(fsdp_module) if state_dict.pop(prefix + fqn, None) is LOADED]
-    _supply(fsdp_module, prefix, [*loaded, FLAT_PARAM])
-
-
-def _begin_local_load(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
-    load_local_value(fsdp_module, state_dict, prefix)
-    _supply(fsdp_module, prefix, [*(fqn for fqn, _ in names_of(fsdp_module)), FLAT_PARAM])
-
-
-_begin_load = {
-    StateDictType.FULL_STATE_DICT: _begin_full_load,
-    StateDictType.SHARDED_STATE_DICT: _begin_sharded_load,
-    StateDictType.LOCAL_STATE_DICT: _begin_local_load,
-}
-
-
-def _load_sharded(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Load for this unit and those inside, unless an outer one has done so; see sharded_state_dict."""
-    units = [
-        (prefix + clean_name(f"{path}.") if path else prefix, unit)
-        for path, unit in units_with_paths(fsdp_module)
-        if unit._handle is not None and unit.sharding_strategy != ShardingStrategy.NO_SHARD
-    ]
-    if any(state_dict.get(at + fqn) is LOADED for at, unit in units for fqn, _ in names_of(unit)):
-        return
-    for _, unit in units:
-        check_idle(unit)
-    load_sharded_values(units, state_dict)
-
-
-def _supply(fsdp_module: Any, prefix: str, names: list[str]) -> None:
-    """The modules will not find these in the dict, and shall not report them as missing."""
-    _supplied[fsdp_module] = frozenset(clean_name(prefix) + name for name in names)
-
-
-def _registered(fsdp_module: Any) -> list[tuple[common.ManagedParam, Tensor]]:
-    params = common.managed_params(fsdp_module._handle)
-    return [(param, getattr(param.module, param.name)) for param in params]
-
-
-def _copy_assigned(registered: list[tuple[common.ManagedParam, Tensor]]) -> None:
-    """After ``load_state_dict(assign=True)`` the modules hold other tensors: take their values, keep our parameters."""
-    for param, ours in registered:
-        loaded = getattr(param.module, param.name)
-        if loaded is not ours:
-            ours.detach().copy_(loaded.detach())
-            param.module._parameters[param.name] = ours  # type: ignore[assignment]
-
-
-def _check_entries(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been copied."""
-    errors = []
-    for key, shape in _expected_shapes(fsdp_module, prefix):
-        value = state_dict.get(key)
-        if key not in state_dict or value is LOADED:
-            continue
-        if not torch.overrides.is_tensor_like(value):
-            errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")
-        # nn.Module takes a checkpoint's one-element vector for a scalar.
-        elif value.shape != shape and not (len(shape) == 0 and value.shape == (1,)):
-            errors.append(
-                f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
-                f"the shape in current model is {shape}."
-            )
-    if errors:
-        header = f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
-        raise RuntimeError("\n\t".join([header, *errors]))
-
-
-def _expected_shapes(fsdp_module: Any, prefix: str) -> Iterator[tuple[str, torch.Size]]:
-    """Names and full shapes below a unit, except below modules that transform what they load."""
-    managed: dict[nn.Module, dict[str, torch.Size]] = {}
-    for unit in units_of(fsdp_module):
-        for param in common.managed_params(unit._handle):
-            managed.setdefault(param.module, {})[param.name] = param.shape
-    pending: list[tuple[str, nn.Module]] = [("", fsdp_module)]
-    while pending:
-        path, module = pending.pop()
-        if _transforms_on_load(module):
-            continue
-        for name, shape in _own_shapes(module, managed.get(module, {})).items():
-            yield prefix + path + name, shape
-        pending.extend(
-            (clean_name(f"{path}{name}."), child) for name, child in module._modules.items() if child is not None
-        )
-
-
-def _own_shapes(module: nn.Module, managed: dict[str, torch.Size]) -> dict[str, torch.Size]:
-    """Full shapes of a module's own parameters and persistent buffers."""
-    shapes = {}
-    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is None or name == FLAT_PARAM or name in module._non_persistent_buffers_set:
-            continue
-        if not torch.nn.parameter.is_lazy(tensor):
-            shapes[name] = tensor.shape
-    return {**shapes, **managed}
-
-
-def _transforms_on_load(module: nn.Module) -> bool:
-    """Whether ``module`` has loading code of its own, so that what it accepts is not known here."""
-    own_hooks = 1 if is_unit(module) or isinstance(module, ActivationWrapper) else 0
-    loader = type(module)._load_from_state_dict
-    return len(module._load_state_dict_pre_hooks) > own_hooks or not loader.__module__.startswith("torch.nn.")
+def _strip_wrapper(state_dict: dict[str, Any], prefix: str) -> None:
+    """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just added."""
+    old = prefix + WRAPPED_PREFIX
+    added = list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))
+    for key in reversed(added):
+        if key.startswith(old):
+            state_dict[prefix + key[len(old) :]] = state_dict.pop(key)
 
 
 def _replace_prefix(state_dict: dict[str, Any], old: str, new: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from typing import Any
 
@@ -198,18 +197,29 @@ def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
 @both_views
 @on_ranks(2)
 def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
-    from fsdp_c import _C
+    """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at most."""
+    from fsdp_c import _C, redistribution, state_dict_saving
 
     model = wrap(plain(), use_orig_params)
     train(model, rank)
-    largest = max(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model)) * 4
-    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
-        gc.collect()
-    others = _C.live_unsharded_nbytes()  # what models of earlier tests in this process hold
+    largest = max(unit._handle.layout.padded_numel for unit in type(model).fsdp_modules(model))
+    received = []
+    all_gather, limit = redistribution._all_gather_single, state_dict_saving.FULL_BATCH_NBYTES
+
+    def watched(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        received.append(output.numel())
+        return all_gather(output, *args, **kwargs)
+
+    before = _C.live_unsharded_nbytes()
     _C.peak_unsharded_nbytes(reset=True)
-    full_state_dict(model)
-    assert 0 < _C.peak_unsharded_nbytes() - others <= largest
-    assert _C.live_unsharded_nbytes() == others
+    redistribution._all_gather_single, state_dict_saving.FULL_BATCH_NBYTES = watched, 1
+    try:
+        full_state_dict(model)
+    finally:
+        redistribution._all_gather_single, state_dict_saving.FULL_BATCH_NBYTES = all_gather, limit
+    assert _C.peak_unsharded_nbytes() <= before
+    assert len(received) == 2  # the root is as large as the first block; the second one follows
+    assert max(received) <= 2 * largest
 
 
 @both_views
@@ -395,12 +405,15 @@ class Refuses(nn.Module):
 
 
 @on_ranks(2)
-def test_unit_left_open_by_a_failed_save_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(Refuses(), auto_wrap_policy=None)
-    with pytest.raises(ZeroDivisionError):
-        model.state_dict()
-    with pytest.raises(AssertionError, match="still open"):
-        model.state_dict()
+def test_failed_save_leaves_the_model_as_it_was(rank: int, world_size: int) -> None:
+    """F-004: torch leaves the parameters gathered."""
+    module = Refuses()
+    model = wrap(module, auto_wrap_policy=None)
+    shown = module.weight
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            model.state_dict()
+        assert module.weight is shown
 
 
 @on_ranks(2)
