@@ -188,11 +188,14 @@ class _Incoming:
         ]
 
 
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)
+
+
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     if not parts:
         return like.new_empty(0)
-    whole = torch.cat(parts) if len(parts) > 1 else parts[0].clone()
-    return whole.view(like.dtype)
+    return _as(torch.cat(parts) if len(parts) > 1 else parts[0].clone(), like.dtype)
 
 
 def _exchange(
@@ -205,7 +208,7 @@ def _exchange(
     incoming = _Incoming(group.size())
     for piece, source, target in zip(pieces, sources, targets, strict=True):
         scale = piece.element_size() // wire.itemsize
-        data = piece.view(wire)
+        data = _as(piece, wire)
         for peer, start, numel in _C.partition_overlaps(source, target, rank):
             outgoing[peer].append(data.narrow(0, start * scale, numel * scale))
         incoming.expect(_C.partition_overlaps(target, source, rank), scale)
@@ -235,7 +238,7 @@ def _gather_batch(pieces: list[Tensor], sources: Sequence[Partition], group: dis
         incoming.expect(overlaps, piece.element_size() // wire.itemsize)
     numels = [sum(each) for each in incoming.numels]
     sent = pieces[0].new_empty(max(numels), dtype=wire)
-    torch.cat([piece.view(wire) for piece in pieces], out=sent[: numels[group.rank()]])
+    torch.cat([_as(piece, wire) for piece in pieces], out=sent[: numels[group.rank()]])
     received = sent.new_empty(len(sent) * group.size())
     _all_gather_single(received, sent, group=group)
     rows = received.view(group.size(), len(sent))

@@ -221,6 +221,7 @@ class _Places:
     def __init__(self, unit: Any, device_type: str) -> None:
         self.group = unit.process_group
         self.rank = unit.rank
+        self.device_type = device_type
         ranks = dist.get_process_group_ranks(self.group)
         if device_type == "cpu":
             self.devices = [_remote_device(f"rank:{rank}/cpu") for rank in ranks]
@@ -231,10 +232,10 @@ class _Places:
 
     @classmethod
     def of(cls, unit: Any, device_type: str) -> _Places:
-        known = vars(unit).setdefault("_state_dict_places", {})
-        if device_type not in known:
-            known[device_type] = cls(unit, device_type)
-        return known[device_type]
+        known = unit.__dict__.get("_state_dict_places")
+        if known is None or known.device_type != device_type:
+            known = unit.__dict__["_state_dict_places"] = cls(unit, device_type)
+        return known
 
     def _spec(self, shards: list[ShardMetadata]) -> ShardingSpec:
         if len(shards) == 1:
@@ -245,7 +246,7 @@ class _Places:
 
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
         """As ShardedTensor's own constructors build one, without their checks of what was computed just now."""
-        properties = TensorProperties(local.dtype, pin_memory=local.is_pinned())
+        properties = TensorProperties(local.dtype, pin_memory=torch.cuda.is_initialized() and local.is_pinned())
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
         )

@@ -34,10 +34,14 @@ FULL_BATCH_NBYTES = 8 * 2**20
 
 def shard_pieces(unit: Any) -> Iterator[tuple[ParamForm, Tensor]]:
     """This rank's part of each parameter in the unit's shard: views."""
-    handle = unit._handle
-    shard = handle.local_shard
-    for form, (_, offset, numel, _) in zip(param_forms(unit), handle.layout.shard_ranges(), strict=True):
-        yield form, shard.narrow(0, offset, numel)
+    shard, ranges = unit._handle.local_shard, unit._handle.layout.shard_ranges()
+    sizes, end = [], 0  # one split costs less than a view per parameter
+    for _, offset, numel, _ in ranges:
+        start = max(offset, end) if numel else end
+        sizes += [start - end, numel]
+        end = start + numel
+    parts = shard.split([*sizes, shard.numel() - end])
+    return zip(param_forms(unit), parts[1::2], strict=True)
 
 
 def is_summoned(unit: Any) -> bool:
