@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
 
 from fsdp_c import _C, buffers, construction, grad_clipping, materialization, state_dict, unshard_params
+from fsdp_c import optim_state_dict as optim_states
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -68,6 +69,9 @@ __all__ = [
 ]
 
 _HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
+
+
+OptimInput = list[dict[str, Any]] | Iterable[torch.nn.Parameter] | None
 
 
 class PrefetchLimits:
@@ -620,6 +624,106 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
         """The settings of the units in ``module``, None without units. AssertionError if they differ."""
         return state_dict.get_state_dict_type(module)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type. Collective.
+
+        ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole tensors, on
+        rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as ShardedTensor or,
+        where the model has a mesh, DTensor. No tensor is shared with the optimizer.
+
+        Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should have,
+        ValueError for state that is not of its parameter's shape, AssertionError where scalars differ between ranks.
+        """
+        return optim_states.optim_state_dict(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()`` returns it.
+
+        It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With ``rank0_only``
+        only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays as it is. Collective.
+
+        Raises ValueError for a dict without "state" or values that do not fit their parameters.
+        """
+        return optim_states.optim_state_dict_to_load(
+            model, optim, optim_state_dict, is_named_optimizer, load_directly, group
+        )
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is. Collective."""
+        return optim_states.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
+        return optim_states.sharded_optim_state_dict(model, optim, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict_to_load()`` of whole tensors that every rank passes. Deprecated."""
+        return optim_states.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated. Collective."""
+        return optim_states.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None. Deprecated.
+        Collective."""
+        return optim_states.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a plain model.
+
+        The same object where the keys are of that type already. Raises ValueError for keys of mixed types, RuntimeError
+        for a parameter with several names.
+        """
+        return optim_states.rekey_optim_state_dict(optim_state_dict, optim_state_key_type, model, optim_input, optim)
 
 
 # ---- communication

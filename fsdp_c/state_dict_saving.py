@@ -34,9 +34,13 @@ FULL_BATCH_NBYTES = 8 * 2**20
 
 def shard_pieces(unit: Any) -> Iterator[tuple[ParamForm, Tensor]]:
     """This rank's part of each parameter in the unit's shard: views."""
-    shard, ranges = unit._handle.local_shard, unit._handle.layout.shard_ranges()
+    return split_shard(unit, unit._handle.local_shard)
+
+
+def split_shard(unit: Any, shard: Tensor) -> Iterator[tuple[ParamForm, Tensor]]:
+    """Views of each parameter's part of a tensor that is sharded as the unit's flat parameter is."""
     sizes, end = [], 0  # one split costs less than a view per parameter
-    for _, offset, numel, _ in ranges:
+    for _, offset, numel, _ in unit._handle.layout.shard_ranges():
         start = max(offset, end) if numel else end
         sizes += [start - end, numel]
         end = start + numel

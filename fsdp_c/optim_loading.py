@@ -1,0 +1,345 @@
+"""An optimizer's state by original names, made into what this rank's optimizer holds: shards, keyed by its own keys."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_c.optim_params import Key, OptimParam, OptimParams
+from fsdp_c.redistribution import rank0_partition, redistribute
+from fsdp_c.sharded_values import ParamForm, by_group, param_forms, rows_of_value, shards_of_rows, to_memory_order
+from fsdp_c.state_dict_saving import split_shard
+
+
+class LoadOptions(NamedTuple):
+    rank0_only: bool  # rank 0 has the state dict, the others pass nothing
+    named_optim: Any  # the optimizer, if its state dict is keyed by names; else None
+    group: dist.ProcessGroup | None
+
+
+class _OnRank0(NamedTuple):
+    """Stands for a tensor that rank 0 has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Target(NamedTuple):
+    """One tensor of the state of one original parameter."""
+
+    unit: Any
+    form: ParamForm
+    fqn: str
+    state_name: str
+    value: Any
+
+
+def load_optim_state(
+    params: OptimParams, keys: dict[Key, nn.Parameter], osd: dict[str, Any], options: LoadOptions
+) -> dict[str, Any]:
+    """What ``optim.load_state_dict()`` takes. Collective where ``osd`` is sharded or on rank 0 only.
+
+    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit.
+    """
+    source = None
+    if options.rank0_only:
+        source = osd if dist.get_rank(options.group) == 0 else None
+        osd = _broadcast_structure(source, options.group)
+    if "state" not in osd:
+        raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
+    targets = _targets(params, osd["state"])
+    shards = dict(_shards(targets, source, options))
+    state = _rekeyed(params, keys, osd["state"], shards, source, options)
+    result: dict[str, Any] = {"state": state}
+    if "param_groups" in osd:
+        result["param_groups"] = [_keyed_group(group, params, keys) for group in osd["param_groups"]]
+    return result
+
+
+# ----------------------------------------------------------------- rank 0 has it
+
+
+def _broadcast_structure(osd: dict[str, Any] | None, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """The state dict with placeholders for its tensors, but for 0-d ones."""
+    told = [None if osd is None else _without_tensors(osd)]
+    dist.broadcast_object_list(told, src=_rank_0(group), group=group)
+    assert told[0] is not None
+    return told[0]
+
+
+def _rank_0(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
+def _without_tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(one) for key, one in value.items()}
+    return value
+
+
+# ----------------------------------------------------------------- shards
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, _OnRank0) or (isinstance(value, Tensor) and value.dim() > 0)
+
+
+def _targets(params: OptimParams, states: dict[str, Any]) -> list[_Target]:
+    """All tensors of managed parameters, in an order that ranks share. Raises ValueError for wrong shapes."""
+    targets = []
+    for fqn, (_, known) in params.by_fqn.items():
+        if known.unit is None or fqn not in states:
+            continue
+        form = param_forms(known.unit)[known.indices[known.fqns.index(fqn)]]
+        for name, value in states[fqn].items():
+            if not _is_tensor(value):
+                continue
+            shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+            if shape != form.shape:
+                raise ValueError(
+                    f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
+                    f"{tuple(shape)}, the parameter {tuple(form.shape)}"
+                )
+            targets.append(_Target(known.unit, form, fqn, name, value))
+    return targets
+
+
+def _shards(
+    targets: Sequence[_Target], source: dict[str, Any] | None, options: LoadOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """By FQN and state name, this rank's part of each tensor: 1-D, or whole where the unit shards nothing."""
+    remote = [target for target in targets if isinstance(target.value, _OnRank0)]
+    sharded = [target for target in targets if isinstance(target.value, (ShardedTensor, DTensor))]
+    yield from _shards_from_rank_0(remote, source, options.group)
+    by_unit: dict[Any, list[_Target]] = {}
+    for target in sharded:
+        by_unit.setdefault(target.unit, []).append(target)
+    for group, units in by_group(by_unit):
+        members = [target for unit in units for target in by_unit[unit]]
+        rows = [(t.form, rows_of_value(t.value, t.fqn, t.unit, t.form).detach()) for t in members]
+        device = units[0].compute_device
+        for target, shard in zip(members, shards_of_rows(rows, group, device), strict=True):
+            yield (target.fqn, target.state_name), shard
+    for target in targets:
+        if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor)):
+            yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
+
+
+def _own_part(target: _Target, value: Tensor) -> Tensor:
+    if not target.unit._handle.layout.sharded:
+        return value.clone()
+    start, end = target.form.shard.bounds(target.unit.rank)
+    return to_memory_order(value, target.form.order)[start:end].clone()
+
+
+def _shards_from_rank_0(
+    targets: Sequence[_Target], source: dict[str, Any] | None, group: dist.ProcessGroup | None
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by one."""
+    world_size = dist.get_world_size(group)
+    direct = [t for t in targets if t.unit._handle.layout.sharded and t.unit.world_size == world_size]
+    by_unit: dict[Any, list[_Target]] = {}
+    for target in direct:
+        by_unit.setdefault(target.unit, []).append(target)
+    for shard_group, units in by_group(by_unit):
+        members = [target for unit in units for target in by_unit[unit]]
+        shards = redistribute(
+            (_flat_on_rank_0(target, source) for target in members),
+            [rank0_partition(target.form.shape.numel()) for target in members],
+            [target.form.shard for target in members],
+            shard_group,
+            device=units[0].compute_device,
+        )
+        for target, shard in zip(members, shards, strict=True):
+            yield (target.fqn, target.state_name), shard
+    for target in targets:
+        if target not in direct:
+            whole = _broadcast(target.value, _value_of(target, source), target.unit.compute_device, group)
+            yield (target.fqn, target.state_name), _own_part(target, whole)
+
+
+def _value_of(target: _Target, source: dict[str, Any] | None) -> Tensor | None:
+    return None if source is None else source["state"][target.fqn][target.state_name]
+
+
+def _flat_on_rank_0(target: _Target, source: dict[str, Any] | None) -> Tensor:
+    value = _value_of(target, source)
+    if value is None:
+        return torch.empty(0, dtype=target.value.dtype)
+    return to_memory_order(value.detach(), target.form.order)
+
+
+def _broadcast(what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    if value is None:
+        received = torch.empty(what.shape, dtype=what.dtype, device=device)
+    else:
+        received = value.detach().to(device, copy=True).contiguous()
+    dist.broadcast(received, src=_rank_0(group), group=group)
+    return received
+
+
+# ----------------------------------------------------------------- the result
+
+
+def _rekeyed(
+    params: OptimParams,
+    keys: dict[Key, nn.Parameter],
+    states: dict[str, Any],
+    shards: dict[tuple[str, str], Tensor],
+    source: dict[str, Any] | None,
+    options: LoadOptions,
+) -> dict[Key, Any]:
+    key_of = {param: key for key, param in keys.items()}
+    result: dict[Key, Any] = {}
+    unknown = set(states)
+    for param, known in params.by_param.items():
+        names = [fqn for fqn in known.fqns if fqn in states]
+        unknown.difference_update(names)
+        if not names:
+            continue
+        state = _state_of_param(known, states, shards, source, options)
+        if not state and options.named_optim is not None:
+            state = _initial_state(param, known, options.named_optim)
+        if state:
+            if param not in key_of:
+                raise KeyError(f"the state dict has state of {known.fqns}, which the optimizer does not hold")
+            result[key_of[param]] = state
+    for name in states:
+        if name in unknown:
+            result[name] = _user_state(states[name], source and source["state"][name], options)
+    return result
+
+
+def _state_of_param(
+    known: OptimParam,
+    states: dict[str, Any],
+    shards: dict[tuple[str, str], Tensor],
+    source: dict[str, Any] | None,
+    options: LoadOptions,
+) -> dict[str, Any]:
+    if known.unit is None:
+        name = known.fqns[0]
+        return _user_state(states[name], source and source["state"][name], options)
+    if not known.unit._use_orig_params:
+        return _flat_state(known, states, shards)
+    (fqn,) = known.fqns
+    (_, _, numel, _) = known.unit._handle.layout.shard_ranges()[known.indices[0]]
+    if not numel:
+        return {}
+    return {name: shards[fqn, name] if _is_tensor(value) else _own_scalar(value) for name, value in states[fqn].items()}
+
+
+def _own_scalar(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _initial_state(param: nn.Parameter, known: OptimParam, optim: Any) -> Any:
+    """Optimizers keyed by names want state of every parameter, also of one without elements here."""
+    state = optim.state.get(param)
+    if state is None:
+        warnings.warn(f"optim_state[{known.fqns}] is not on rank{known.unit.rank}.", stacklevel=6)
+        return {}
+    return copy.deepcopy(state)
+
+
+def _user_state(value: Any, original: Any, options: LoadOptions) -> Any:
+    """State that no unit manages, as it is; from rank 0 where only that has it."""
+    if isinstance(value, dict):
+        return {key: _user_state(one, original and original[key], options) for key, one in value.items()}
+    if isinstance(value, _OnRank0):
+        return _broadcast(value, original, _transfer_device(options.group), options.group)
+    return copy.copy(value)
+
+
+def _transfer_device(group: dist.ProcessGroup | None) -> torch.device:
+    return dist.distributed_c10d._get_pg_default_device(group)
+
+
+# ---- one flat parameter for many original ones
+
+
+def _flat_state(known: OptimParam, states: dict[str, Any], shards: dict[tuple[str, str], Tensor]) -> dict[str, Any]:
+    """The state of a flat parameter, from those of its original parameters, which must be of one kind.
+
+    Missing tensors are zeros. Raises ValueError for state that differs in names, types, dtypes or scalar values.
+    """
+    given = {fqn: states[fqn] for fqn in known.fqns if states.get(fqn)}
+    if not given:
+        return {}
+    first_fqn, first = next(iter(given.items()))
+    for fqn, state in given.items():
+        if set(state) != set(first):
+            raise ValueError(
+                f"Differing optimizer state names within one flat parameter: {first_fqn} has {sorted(first)}, "
+                f"{fqn} has {sorted(state)}"
+            )
+    result: dict[str, Any] = {}
+    for name in first:
+        values = {fqn: state[name] for fqn, state in given.items()}
+        _check_one_kind(name, values)
+        if _is_tensor(first[name]):
+            result[name] = _flat_tensor(known, name, values, shards, first[name].dtype)
+        else:
+            _check_scalars(name, values, known)
+            result[name] = _own_scalar(first[name])
+    return result
+
+
+def _kind(value: Any) -> tuple[str, Any]:
+    if _is_tensor(value):
+        return "tensor", value.dtype
+    return ("scalar tensor", value.dtype) if isinstance(value, Tensor) else ("value", type(value))
+
+
+def _check_one_kind(name: str, values: dict[str, Any]) -> None:
+    first_fqn, first = next(iter(values.items()))
+    for fqn, value in values.items():
+        if _kind(value) != _kind(first):
+            raise ValueError(
+                f"Differing optimizer state types for {name!r} within one flat parameter: {first_fqn} has "
+                f"{_kind(first)}, {fqn} has {_kind(value)}"
+            )
+
+
+def _check_scalars(name: str, values: dict[str, Any], known: OptimParam) -> None:
+    """A flat parameter has one scalar for all: it must be every parameter's."""
+    missing = [fqn for fqn in known.fqns if fqn not in values]
+    first_fqn, first = next(iter(values.items()))
+    differing = [fqn for fqn, value in values.items() if value != first]
+    if missing or differing:
+        raise ValueError(
+            f"All parameters of one flat parameter must have the same {name!r}: {first_fqn} has {first}, "
+            f"{differing or missing} {'differ' if differing else 'have none'}; load with use_orig_params=True"
+        )
+
+
+def _flat_tensor(
+    known: OptimParam, name: str, values: dict[str, Any], shards: dict[tuple[str, str], Tensor], dtype: torch.dtype
+) -> Tensor:
+    device = next(shards[fqn, name].device for fqn in values)
+    flat = torch.zeros(known.unit._handle.layout.shard_numel, dtype=dtype, device=device)
+    for fqn, (form, part) in zip(known.fqns, split_shard(known.unit, flat), strict=True):
+        if fqn in values:
+            value = shards[fqn, name]
+            part.copy_(value if known.unit._handle.layout.sharded else to_memory_order(value, form.order))
+    return flat
+
+
+# ---- groups
+
+
+def _keyed_group(group: dict[str, Any], params: OptimParams, keys: dict[Key, nn.Parameter]) -> dict[str, Any]:
+    key_of = {param: key for key, param in keys.items()}
+    found: Iterable[Key] = {key_of[params.by_fqn[fqn][0]] for fqn in group["params"] if fqn in params.by_fqn}
+    rest = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    return {**rest, "params": sorted(found)}  # type: ignore[type-var]

@@ -1,0 +1,355 @@
+"""An optimizer's state over shards, saved by original names: whole tensors, or this rank's rows of them.
+
+[Note: One agreement]
+Ranks hold state of different parameters: with original parameters a rank whose shard has nothing of one holds no state
+of it. So they tell each other once what they have, for the whole model: names, dtypes and the values of scalars. Then
+every rank knows what comes, and the tensors move by few large transfers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_c.optim_params import Key, OptimParam, OptimParams
+from fsdp_c.redistribution import gather
+from fsdp_c.sharded_values import ParamForm, by_group, from_memory_order, param_forms, rows_of_shards, sharded_value
+from fsdp_c.state_dict_saving import FULL_BATCH_NBYTES, split_shard
+
+
+class SaveOptions(NamedTuple):
+    rank0_only: bool
+    shard_state: bool  # rows of each tensor instead of whole ones
+    cpu_offload: bool
+    group: dist.ProcessGroup | None
+
+    @property
+    def returns_state(self) -> bool:
+        """Whether this rank returns what all take part in making."""
+        return not self.rank0_only or self.shard_state or dist.get_rank(self.group) == 0
+
+
+class _Held(NamedTuple):
+    """What a rank has of one parameter's state: told to the others, so of small picklable values."""
+
+    tensors: tuple[tuple[str, torch.dtype], ...]
+    scalars: tuple[tuple[str, Any, torch.dtype], ...]  # 0-d tensors
+    others: tuple[tuple[str, Any], ...]
+
+
+def save_optim_state(
+    params: OptimParams, keys: dict[Key, nn.Parameter], osd: dict[str, Any], options: SaveOptions
+) -> dict[str, Any]:
+    """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared with it."""
+    key_of = {param: key for key, param in keys.items()}
+    local = _local_states(params, key_of, osd["state"])
+    held = _agree(params, local, set(key_of), options.group)
+    values = _tensors(params, local, held, options)
+    if not options.returns_state:
+        return {}
+    state = _assembled(params, local, held, values, options)
+    _copy_unknown(osd["state"], keys, params, state)
+    result: dict[str, Any] = {"state": state}
+    if "param_groups" in osd:
+        result["param_groups"] = [_named_group(group, keys, params) for group in osd["param_groups"]]
+    return result
+
+
+def _local_states(
+    params: OptimParams, key_of: dict[nn.Parameter, Key], states: dict[Key, Any]
+) -> dict[OptimParam, dict[str, Any]]:
+    """By parameter, in the optimizer's order."""
+    return {
+        params.by_param[param]: states[key]
+        for param, key in key_of.items()
+        if param in params.by_param and key in states
+    }
+
+
+# ----------------------------------------------------------------- agreement
+
+
+class _Told(NamedTuple):
+    """What one rank tells the others."""
+
+    held: dict[str, _Held]
+    lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
+    errors: tuple[str, ...]
+
+
+def _agree(
+    params: OptimParams,
+    local: dict[OptimParam, dict[str, Any]],
+    in_optimizer: set[nn.Parameter],
+    group: dist.ProcessGroup | None,
+) -> dict[OptimParam, _Held]:
+    """What there is of each managed parameter's state, in the order of the result; see [Note: One agreement]."""
+    managed = {known.name: known for known in params.by_param.values() if known.unit is not None}
+    own = {known.name: state for known, state in local.items() if known.unit is not None and _counts(known)}
+    lacking = frozenset(name for name, known in managed.items() if name not in own and _own_numel(known))
+    told: list[Any] = [None] * dist.get_world_size(group)
+    mine = _Told(_described(own), lacking, tuple(_misfits(managed, own)))
+    if len(told) == 1:
+        told = [mine]
+    else:
+        dist.all_gather_object(told, mine, group=group)
+    if any(one.errors for one in told):
+        raise ValueError("\n".join(error for one in told for error in one.errors))
+    held = [one.held for one in told]
+    if not params.use_orig_params:
+        _check_states_of_rank_0(held, managed)
+        return {managed[name]: held[dist.get_rank(group)][name] for name in held[0]}
+    names = sorted({name for one in held for name in one})
+    _check_in_optimizer(params, set(names), in_optimizer)
+    for rank, one in enumerate(told):
+        for name in one.lacking.intersection(names):
+            raise ValueError(f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do")
+    return {managed[name]: _merged(name, held) for name in names}
+
+
+def _own_numel(known: OptimParam) -> int:
+    """How many elements this rank's state of a parameter has."""
+    layout = known.unit._handle.layout
+    return layout.shard_ranges()[known.indices[0]][2] if known.unit._use_orig_params else layout.shard_numel
+
+
+def _counts(known: OptimParam) -> bool:
+    """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
+    if not known.unit._use_orig_params or _own_numel(known):
+        return True
+    return param_forms(known.unit)[known.indices[0]].shape.numel() == 0
+
+
+def _misfits(managed: dict[str, OptimParam], states: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, state in states.items():
+        numel = _own_numel(managed[name])
+        for key, value in state.items():
+            if _is_sharded(value) and value.numel() != numel:
+                yield (
+                    f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on rank "
+                    f"{managed[name].unit.rank}, whose shard holds {numel} elements of it: only state of the "
+                    "parameter's own shape can be saved"
+                )
+
+
+def _described(states: dict[str, dict[str, Any]]) -> dict[str, _Held]:
+    scalars = _scalar_values(states)
+    kinds: dict[Any, Any] = {}  # equal tuples become one object, which is pickled once
+    result = {}
+    for name, state in states.items():
+        tensors = tuple(sorted((key, v.dtype) for key, v in state.items() if _is_sharded(v)))
+        others = tuple(sorted((key, v) for key, v in state.items() if not isinstance(v, Tensor)))
+        result[name] = _Held(kinds.setdefault(tensors, tensors), tuple(scalars[name]), others)
+    return result
+
+
+def _is_sharded(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _scalar_values(states: dict[str, dict[str, Any]]) -> dict[str, list[tuple[str, Any, torch.dtype]]]:
+    """The values of all 0-d tensors, read with one synchronisation per dtype and device."""
+    kinds: dict[Any, list[tuple[str, str, Tensor]]] = {}
+    for name, state in states.items():
+        for key in sorted(state):
+            value = state[key]
+            if isinstance(value, Tensor) and value.dim() == 0:
+                kinds.setdefault((value.dtype, value.device), []).append((name, key, value))
+    found: dict[str, list[tuple[str, Any, torch.dtype]]] = {name: [] for name in states}
+    for (dtype, _), entries in kinds.items():
+        for (name, key, _), value in zip(entries, torch.stack([v for _, _, v in entries]).tolist(), strict=True):
+            found[name].append((key, value, dtype))
+    return found
+
+
+def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str, OptimParam]) -> None:
+    missing = {rank: [name for name in told[0] if name not in one] for rank, one in enumerate(told)}
+    missing = {rank: names for rank, names in missing.items() if names}
+    if missing:
+        listed = {rank: [list(managed[name].fqns) for name in names] for rank, names in missing.items()}
+        raise RuntimeError(
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
+            f"some ranks are missing some of those states: {listed}"
+        )
+
+
+def _check_in_optimizer(params: OptimParams, names: set[str], in_optimizer: set[nn.Parameter]) -> None:
+    for param, known in params.by_param.items():
+        if known.name in names and param not in in_optimizer and param.requires_grad:
+            raise RuntimeError(
+                f"{known.name} has optimizer state on some rank but is not in this rank's optimizer: it holds "
+                f"{sorted(params.by_param[p].name for p in in_optimizer if p in params.by_param)}, "
+                f"and the ranks together have state of {sorted(names)}"
+            )
+
+
+def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
+    """What the ranks that have state of a parameter agree on."""
+    having = {rank: one[name] for rank, one in enumerate(told) if name in one}
+    first_rank, first = next(iter(having.items()))
+    for rank, other in having.items():
+        if other.tensors != first.tensors:
+            raise ValueError(
+                f"ranks hold different optimizer state of {name}: rank {first_rank} {first.tensors}, "
+                f"rank {rank} {other.tensors}"
+            )
+        for kind in ("scalars", "others"):
+            ours, theirs = getattr(first, kind), getattr(other, kind)
+            if ours != theirs:
+                raise AssertionError(
+                    f"optimizer state of {name} that is no tensor must be equal on all ranks: rank {first_rank} has "
+                    f"{ours}, rank {rank} {theirs}"
+                )
+    return first
+
+
+# ----------------------------------------------------------------- tensors
+
+
+class _Piece(NamedTuple):
+    fqn: str
+    state_name: str
+    form: ParamForm
+    data: Tensor
+
+
+def _tensors(
+    params: OptimParams, local: dict[OptimParam, dict[str, Any]], held: dict[OptimParam, _Held], options: SaveOptions
+) -> dict[tuple[str, str], Any]:
+    """By FQN and state name, the tensors that are sharded as parameters are."""
+    pieces: dict[Any, list[_Piece]] = {unit: [] for unit in params.units}
+    for unit, members in _by_unit(held):
+        names = sorted({name for known in members for name, _ in held[known].tensors})
+        for name in names:  # state by state: so each is a whole flat parameter, evenly spread
+            for known in members:
+                dtype = dict(held[known].tensors).get(name)
+                if dtype is not None:
+                    pieces[unit] += _pieces(known, name, dtype, local.get(known, {}).get(name))
+    values = {}
+    whole = [unit for unit in params.units if not unit._handle.layout.sharded]
+    for unit in whole:
+        for piece in pieces[unit]:
+            values[piece.fqn, piece.state_name] = _own_copy(piece, options)
+    sharded = [unit for unit in params.units if unit._handle.layout.sharded and pieces[unit]]
+    values.update(_rows(sharded, pieces, options) if options.shard_state else _wholes(sharded, pieces, options))
+    return values
+
+
+def _by_unit(held: Iterable[OptimParam]) -> list[tuple[Any, list[OptimParam]]]:
+    members: dict[Any, list[OptimParam]] = {}
+    for known in held:
+        members.setdefault(known.unit, []).append(known)
+    return [(unit, sorted(each, key=lambda known: known.indices)) for unit, each in members.items()]
+
+
+def _pieces(known: OptimParam, name: str, dtype: torch.dtype, value: Tensor | None) -> Iterator[_Piece]:
+    """This rank's part of one state of the original parameters that ``known`` stands for."""
+    unit, forms = known.unit, param_forms(known.unit)
+    sharded = unit._handle.layout.sharded
+    if not unit._use_orig_params:
+        assert value is not None  # every rank has what rank 0 has
+        parts = [
+            part if sharded else from_memory_order(part, form.shape, form.order)
+            for form, part in split_shard(unit, value.detach())
+        ]
+    elif value is None or not value.numel():
+        parts = [torch.empty(0, dtype=dtype)]
+    else:
+        parts = [value.detach().reshape(-1) if sharded else value.detach()]
+    for index, fqn, part in zip(known.indices, known.fqns, parts, strict=True):
+        yield _Piece(fqn, name, forms[index], part)
+
+
+def _own_copy(piece: _Piece, options: SaveOptions) -> Tensor:
+    return piece.data.to("cpu", copy=True) if options.cpu_offload else piece.data.clone()
+
+
+def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
+    rows = rows_of_shards(units, lambda unit: [(piece.form, piece.data) for piece in pieces[unit]])
+    return {
+        (piece.fqn, piece.state_name): sharded_value(unit, own.cpu() if options.cpu_offload else own, piece.form)
+        for unit in units
+        for piece, own in zip(pieces[unit], rows[unit], strict=True)
+    }
+
+
+def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
+    values: dict[tuple[str, str], Any] = {}
+    for group, members in by_group(units):
+        items = [piece for unit in members for piece in pieces[unit]]
+        largest = max(unit._handle.layout.padded_numel * 4 for unit in members)
+        flats = gather(
+            (piece.data for piece in items),
+            [piece.form.shard for piece in items],
+            group,
+            device=members[0].compute_device,
+            rank0_only=options.rank0_only,
+            batch_nbytes=max(largest, FULL_BATCH_NBYTES),
+        )
+        for piece, flat in zip(items, flats, strict=True):
+            if flat is not None and options.returns_state:
+                whole = from_memory_order(flat, piece.form.shape, piece.form.order)
+                values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
+    return values
+
+
+# ----------------------------------------------------------------- the result
+
+
+def _assembled(
+    params: OptimParams,
+    local: dict[OptimParam, dict[str, Any]],
+    held: dict[OptimParam, _Held],
+    values: dict[tuple[str, str], Any],
+    options: SaveOptions,
+) -> dict[str, dict[str, Any]]:
+    state: dict[str, dict[str, Any]] = {}
+    unmanaged = {known.name: own for known, own in local.items() if known.unit is None}
+    for known in held:
+        device = torch.device("cpu") if options.cpu_offload else known.unit.compute_device
+        for fqn in known.fqns:
+            state[fqn] = _state_of_one(fqn, held[known], values, device)
+    for name, own in unmanaged.items():
+        state[name] = {key: _copied(value, options) for key, value in own.items()}
+    return dict(sorted(state.items())) if params.use_orig_params else state
+
+
+def _state_of_one(fqn: str, held: _Held, values: dict[tuple[str, str], Any], device: torch.device) -> dict[str, Any]:
+    """A scalar of its own for each parameter (parity 23)."""
+    found: dict[str, Any] = {name: values[fqn, name] for name, _ in held.tensors}
+    found.update((name, torch.tensor(value, dtype=dtype, device=device)) for name, value, dtype in held.scalars)
+    found.update((name, copy.deepcopy(value)) for name, value in held.others)
+    return dict(sorted(found.items()))
+
+
+def _copied(value: Any, options: SaveOptions) -> Any:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to("cpu", copy=True) if options.cpu_offload else value.detach().clone()
+
+
+def _copy_unknown(
+    states: dict[Key, Any], keys: dict[Key, nn.Parameter], params: OptimParams, result: dict[str, Any]
+) -> None:
+    for key, value in states.items():
+        if key in keys or key in result:
+            continue
+        warnings.warn(
+            f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to the returned "
+            "state_dict: it belongs to no parameter of the model and is taken for the user's own.",
+            stacklevel=5,
+        )
+        result[key] = value  # type: ignore[index]
+
+
+def _named_group(group: dict[str, Any], keys: dict[Key, nn.Parameter], params: OptimParams) -> dict[str, Any]:
+    named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    fqns = [params.by_param[keys[key]].fqns for key in group["params"]]
+    return {**named, "params": list(itertools.chain.from_iterable(fqns))}

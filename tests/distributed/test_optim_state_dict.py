@@ -1,0 +1,539 @@
+"""State dicts of optimizers, next to torch's FSDP1: names, values, loading elsewhere (F-060 to F-088, A-140 to A-145).
+
+Whole state is asked for without offloading, as torch's offloaded state is wrong on a CPU device (parity 6).
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import on_ranks
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+both_forms = pytest.mark.parametrize("mesh", [False, True])
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
+    "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True, amsgrad=True),
+    "sgd with momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),
+}
+all_optimizers = pytest.mark.parametrize("kind", list(OPTIMIZERS))
+
+
+def net(seed: int = 0, tied_head: bool = True) -> Net:
+    torch.manual_seed(seed)
+    return Net(2, tied_head=tied_head)
+
+
+def wrap(module: nn.Module, use_orig_params: bool, which: str = "fsdp_c", mesh: bool = False, **options: Any) -> Any:
+    warnings.simplefilter("ignore")
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")} | options
+    if mesh:
+        options["device_mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
+    return implementation(which)(module, use_orig_params=use_orig_params, **options)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 2) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(use_orig_params: bool, rank: int, kind: str = "adam", **options: Any) -> tuple[Any, Any]:
+    model = wrap(net(), use_orig_params, **options)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    train(model, optimizer, rank)
+    return model, optimizer
+
+
+def saved(model: Any, optimizer: Any, kind: StateDictType = FULL, config: Any = None) -> dict[str, Any]:
+    config = config or (WHOLE if kind == FULL else None)
+    with type(model).state_dict_type(model, kind, None, config):
+        return type(model).optim_state_dict(model, optimizer)
+
+
+def to_load(model: Any, optimizer: Any, state: Any, kind: StateDictType = FULL, config: Any = None, **more: Any) -> Any:
+    config = config or (WHOLE if kind == FULL else None)
+    with type(model).state_dict_type(model, kind, None, config):
+        return type(model).optim_state_dict_to_load(model, optimizer, state, **more)
+
+
+def assert_same_value(where: Any, expected: Any, actual: Any) -> None:
+    assert type(expected) is type(actual), where
+    if isinstance(expected, ShardedTensor):
+        assert expected.metadata() == actual.metadata(), where
+        pairs = zip(expected.local_shards(), actual.local_shards(), strict=True)
+        assert all(same_bits(a.tensor, b.tensor) for a, b in pairs), where
+    elif isinstance(expected, DTensor):
+        assert expected.placements == actual.placements and expected.shape == actual.shape, where
+        assert same_bits(expected.to_local(), actual.to_local()), where
+    elif isinstance(expected, Tensor):
+        assert same_bits(expected, actual), where
+    else:
+        assert expected == actual, where
+
+
+def assert_same_osd(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    assert list(expected) == list(actual)
+    assert list(expected["state"]) == list(actual["state"])
+    for name, state in expected["state"].items():
+        assert sorted(state) == sorted(actual["state"][name]), name
+        for key, value in state.items():
+            assert_same_value((name, key), value, actual["state"][name][key])
+    assert expected["param_groups"] == actual["param_groups"]
+
+
+def plain_reference(kind: str, world_size: int) -> tuple[nn.Module, Any]:
+    """The unwrapped model trained on the data of all ranks."""
+    model = net(tied_head=False)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    generators = [torch.Generator().manual_seed(rank) for rank in range(world_size)]
+    for _ in range(2):
+        for generator in generators:
+            (model(torch.randn(3, WIDTH, generator=generator)).square().mean() / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+# ----------------------------------------------------------------- saving
+
+
+@all_optimizers
+@both_views
+@on_ranks(2)
+def test_full_state_equals_torchs(rank, world_size, use_orig_params, kind):
+    states = [saved(*trained(use_orig_params, rank, kind, which=which)) for which in ("torch", "fsdp_c")]
+    assert_same_osd(*states)
+
+
+@both_forms
+@both_views
+@on_ranks(4)
+def test_sharded_state_equals_torchs(rank, world_size, use_orig_params, mesh):
+    states = [
+        saved(*trained(use_orig_params, rank, which=which, mesh=mesh), kind=SHARDED) for which in ("torch", "fsdp_c")
+    ]
+    assert_same_osd(*states)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@both_views
+@on_ranks(2)
+def test_rank0_only_leaves_the_others_empty(rank, world_size, use_orig_params, offload):
+    """F-061; with offload_to_cpu on a CPU device torch's exp_avg is its exp_avg_sq (parity 6)."""
+    model, optimizer = trained(use_orig_params, rank)
+    whole = saved(model, optimizer)
+    state = saved(model, optimizer, config=FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload))
+    if rank:
+        assert state == {}
+    else:
+        assert_same_osd(whole, state)
+
+
+@both_views
+@on_ranks(2)
+def test_row_6_offloaded_state_is_not_another_state(rank, world_size, use_orig_params):
+    """Parity 6: on a CPU device torch's offloaded exp_avg is silently exp_avg_sq without original parameters."""
+    model, optimizer = trained(use_orig_params, rank)
+    config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=True)
+    assert_same_osd(saved(model, optimizer), saved(model, optimizer, config=config))
+
+
+@on_ranks(2)
+def test_row_23_each_parameter_has_a_step_of_its_own(rank, world_size):
+    """Parity 23: torch shares one step tensor among the parameters of a unit."""
+    torchs = saved(*trained(False, rank, which="torch"))["state"]
+    ours = saved(*trained(False, rank))["state"]
+    assert len({id(state["step"]) for state in torchs.values()}) < len(torchs)
+    assert len({state["step"].data_ptr() for state in ours.values()}) == len(ours)
+
+
+@both_views
+@on_ranks(2)
+def test_no_tensor_is_shared_with_the_optimizer(rank, world_size, use_orig_params):
+    """F-072: torch's may alias."""
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model, optimizer = trained(use_orig_params, rank, sharding_strategy=strategy)
+        held = {
+            value.untyped_storage().data_ptr()
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        }
+        state = saved(model, optimizer)["state"]
+        found = {value.untyped_storage().data_ptr() for one in state.values() for value in one.values()}
+        assert not held & found
+
+
+@both_views
+@on_ranks(2)
+def test_no_shard_state_equals_torchs(rank, world_size, use_orig_params):
+    """F-068."""
+    options = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    states = [saved(*trained(use_orig_params, rank, which=which, **options)) for which in ("torch", "fsdp_c")]
+    assert_same_osd(*states)
+
+
+@both_views
+@on_ranks(4)
+def test_hybrid_state_equals_torchs(rank, world_size, use_orig_params):
+    mesh = init_device_mesh("cpu", (2, 2))
+    options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    for kind in (FULL, SHARDED):
+        states = [
+            saved(*trained(use_orig_params, rank, which=which, **options), kind=kind) for which in ("torch", "fsdp_c")
+        ]
+        assert_same_osd(*states)
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.parameters())
+    return [{"params": params[::2], "lr": 0.1, "tag": "even"}, {"params": params[1::2], "weight_decay": 0.01}]
+
+
+@both_views
+@on_ranks(2)
+def test_several_groups_keep_their_settings_and_names(rank, world_size, use_orig_params):
+    """F-071."""
+    states = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(net(), use_orig_params, which)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
+        train(model, optimizer, rank)
+        states.append(saved(model, optimizer))
+    assert_same_osd(*states)
+    assert states[1]["param_groups"][0]["tag"] == "even"
+
+
+@on_ranks(2)
+def test_frozen_parameters_may_be_missing_from_the_optimizer_and_trained_ones_not(rank, world_size):
+    """F-066, X-167."""
+    model = wrap(net(), True)
+    model.module.inp.weight.requires_grad_(False)
+    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    train(model, optimizer, rank)
+    assert "inp.weight" not in saved(model, optimizer)["state"]
+    other = torch.optim.Adam(list(model.parameters())[:2] if rank else list(model.parameters()), lr=0.1)
+    state = optimizer.state_dict() if rank == 0 else other.state_dict()
+    with (
+        type(model).state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=False)),
+        pytest.raises((RuntimeError, ValueError), match="optimizer"),
+    ):
+        type(model).optim_state_dict(model, other if rank else optimizer, state)
+
+
+@both_views
+@on_ranks(2)
+def test_state_that_belongs_to_no_parameter_is_copied_with_a_warning(rank, world_size, use_orig_params):
+    """F-070, X-170."""
+    model, optimizer = trained(use_orig_params, rank)
+    state = optimizer.state_dict()
+    state["state"]["mine"] = {"seen": 3}
+    with (
+        type(model).state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=False)),
+        pytest.warns(UserWarning, match="Found a optim state, mine, that FSDP cannot process"),
+    ):
+        found = type(model).optim_state_dict(model, optimizer, state)
+    assert found["state"]["mine"] == {"seen": 3}
+    loaded = to_load(model, optimizer, found)
+    assert loaded["state"]["mine"] == {"seen": 3}
+
+
+@on_ranks(2)
+def test_state_of_another_shape_is_refused_on_every_rank(rank, world_size):
+    model, optimizer = trained(True, rank)
+    if rank == 1:
+        param = next(p for p in model.parameters() if p.numel())
+        optimizer.state[param]["exp_avg"] = torch.zeros(2)
+    with pytest.raises(ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1"):
+        saved(model, optimizer)
+
+
+@on_ranks(2)
+def test_scalars_that_differ_between_ranks_are_refused(rank, world_size):
+    """X-168."""
+    model, optimizer = trained(True, rank)
+    for state in optimizer.state.values():
+        state["step"] += rank
+    with pytest.raises(AssertionError, match="must be equal on all ranks: rank 0 has"):
+        saved(model, optimizer)
+
+
+@on_ranks(2)
+def test_state_that_one_rank_lacks_is_named(rank, world_size):
+    """X-166, and the same with original parameters."""
+    model, optimizer = trained(False, rank)
+    if rank == 1:
+        del optimizer.state[next(iter(optimizer.state))]
+    with pytest.raises(RuntimeError, match="some ranks are missing some of those states: {1: "):
+        saved(model, optimizer)
+    model, optimizer = trained(True, rank)
+    if rank == 1:
+        del optimizer.state[next(p for p in optimizer.state if p.numel())]
+    with pytest.raises(ValueError, match="rank 1 holds elements of .* but no optimizer state of it"):
+        saved(model, optimizer)
+
+
+# ----------------------------------------------------------------- loading
+
+
+@all_optimizers
+@both_views
+@on_ranks(2)
+def test_loaded_state_equals_torchs(rank, world_size, use_orig_params, kind):
+    results = []
+    for which in ("torch", "fsdp_c"):
+        model, optimizer = trained(use_orig_params, rank, kind, which=which)
+        results.append(to_load(model, optimizer, saved(model, optimizer)))
+    assert_same_osd(*results)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "rank 0", "scattered"])
+@both_views
+@on_ranks(2)
+def test_training_goes_on_as_if_nothing_had_happened(rank, world_size, use_orig_params, form):
+    mesh = form == "dtensor"
+    model, optimizer = trained(use_orig_params, rank, mesh=mesh)
+    kind = SHARDED if form in ("sharded", "dtensor") else FULL
+    config = FullOptimStateDictConfig(rank0_only=True) if form in ("rank 0", "scattered") else None
+    state = saved(model, optimizer, kind, config)
+    before = copy.deepcopy(state) if kind == FULL else None
+    other = wrap(net(5), use_orig_params, mesh=mesh)
+    with type(model).state_dict_type(model, FULL), type(model).state_dict_type(other, FULL):
+        other.load_state_dict(model.state_dict())
+    again = OPTIMIZERS["adam"](other.parameters())
+    if form == "scattered":
+        loaded = type(model).scatter_full_optim_state_dict(state if rank == 0 else None, other, optim=again)
+    else:
+        loaded = to_load(other, again, state, kind, config)
+    again.load_state_dict(loaded)
+    train(model, optimizer, rank)
+    train(other, again, rank)
+    assert_same_osd(saved(model, optimizer), saved(other, again))
+    if before:
+        assert_same_osd(before, state)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+@pytest.mark.parametrize("direction", ["torch to fsdp_c", "fsdp_c to torch"])
+@both_views
+@on_ranks(2)
+def test_state_is_exchanged_with_torch(rank, world_size, use_orig_params, direction, form):
+    source, target = direction.split(" to ")
+    kind = FULL if form == "full" else SHARDED
+    model, optimizer = trained(use_orig_params, rank, which=source)
+    state = saved(model, optimizer, kind)
+    if kind == FULL:
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        state = torch.load(buffer)
+    other = wrap(net(), use_orig_params, target)
+    again = OPTIMIZERS["adam"](other.parameters())
+    again.load_state_dict(to_load(other, again, state, kind))
+    expected = saved(model, optimizer)
+    found = saved(other, again)
+    assert {n: s["exp_avg"].sum() for n, s in expected["state"].items()} == {
+        n: s["exp_avg"].sum() for n, s in found["state"].items()
+    }
+
+
+@both_views
+@on_ranks(2)
+def test_state_loads_with_the_other_kind_of_parameters_and_other_wrapping(rank, world_size, use_orig_params):
+    model, optimizer = trained(use_orig_params, rank)
+    state = saved(model, optimizer)
+    other = wrap(net(), not use_orig_params, auto_wrap_policy=None)
+    again = OPTIMIZERS["adam"](other.parameters())
+    again.load_state_dict(to_load(other, again, state))
+    found = saved(other, again)
+    assert sorted(state["state"]) == sorted(found["state"])
+    for name, one in state["state"].items():
+        for key in one:
+            assert same_bits(one[key], found["state"][name][key]), (name, key)
+
+
+@both_views
+@on_ranks(4)
+def test_state_of_four_ranks_loads_on_two(rank, world_size, use_orig_params):
+    """F-085."""
+    model, optimizer = trained(use_orig_params, rank)
+    state = saved(model, optimizer)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[rank // 2]
+    other = wrap(net(), use_orig_params, process_group=group)
+    again = OPTIMIZERS["adam"](other.parameters())
+    again.load_state_dict(to_load(other, again, state, group=group))
+    with type(other).state_dict_type(other, FULL, None, FullOptimStateDictConfig(rank0_only=False)):
+        found = type(other).optim_state_dict(other, again, group=group)
+    assert_same_osd(state, found)
+
+
+@both_views
+@on_ranks(2)
+def test_state_of_a_plain_model_is_rekeyed_and_loaded_and_given_back(rank, world_size, use_orig_params):
+    """F-086, A-143."""
+    plain, plain_optimizer = plain_reference("adam", world_size)
+    by_id = plain_optimizer.state_dict()
+    FSDP = implementation("fsdp_c")
+    by_name = FSDP.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer)
+    assert FSDP.rekey_optim_state_dict(by_name, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer) is by_name
+    torchs = implementation("torch").rekey_optim_state_dict(
+        by_id, OptimStateKeyType.PARAM_NAME, plain, optim=plain_optimizer
+    )
+    assert_same_osd(torchs, by_name)
+    model = wrap(net(tied_head=False), use_orig_params)
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    optimizer.load_state_dict(to_load(model, optimizer, by_name))
+    back = saved(model, optimizer)
+    again = FSDP.rekey_optim_state_dict(back, OptimStateKeyType.PARAM_ID, plain, optim=plain_optimizer)
+    assert sorted(again["state"]) == sorted(by_id["state"])
+    for key, state in by_id["state"].items():
+        for name, value in state.items():
+            assert same_bits(value, again["state"][key][name])
+
+
+@on_ranks(2)
+def test_parameters_without_rows_here_get_no_state(rank, world_size):
+    """F-082."""
+    model, optimizer = trained(True, rank)
+    loaded = to_load(model, optimizer, saved(model, optimizer))
+    for key, param in enumerate(optimizer.param_groups[0]["params"]):
+        assert (key in loaded["state"]) == (param.numel() > 0)
+
+
+@on_ranks(2)
+def test_state_that_flat_parameters_cannot_hold_is_refused(rank, world_size):
+    """F-083, X-173, X-174."""
+    model, optimizer = trained(False, rank)
+    good = saved(model, optimizer)
+    name = "blocks.0.up.weight"
+    for change, message in (
+        (lambda s: s[name].pop("exp_avg"), "Differing optimizer state names"),
+        (lambda s: s[name].update(exp_avg=s[name]["exp_avg"].double()), "Differing optimizer state types"),
+        (lambda s: s[name].update(step=torch.tensor(9.0)), "must have the same 'step'"),
+        (lambda s: s[name].update(exp_avg=torch.zeros(2)), "does not have same shape as its parameter"),
+        (lambda s: s.pop(name), "must have the same 'step'"),
+    ):
+        bad = copy.deepcopy(good)
+        change(bad["state"])
+        with pytest.raises(ValueError, match=message):
+            to_load(model, optimizer, bad)
+
+
+@on_ranks(2)
+def test_dict_without_state_is_refused(rank, world_size):
+    """X-165."""
+    model, optimizer = trained(True, rank)
+    with pytest.raises(ValueError, match='must have the keys "state"'):
+        to_load(model, optimizer, {})
+
+
+@on_ranks(2)
+def test_load_directly_loads(rank, world_size):
+    """A-141."""
+    model, optimizer = trained(True, rank)
+    state = saved(model, optimizer)
+    again = OPTIMIZERS["adam"](model.parameters())
+    to_load(model, again, state, load_directly=True)
+    assert_same_osd(state, saved(model, again))
+
+
+# ----------------------------------------------------------------- the older functions
+
+
+@both_views
+@on_ranks(2)
+def test_older_functions_warn_and_equal_torchs(rank, world_size, use_orig_params):
+    """A-142, A-144, F-087, X-160, X-161."""
+    results = []
+    for which in ("torch", "fsdp_c"):
+        model, optimizer = trained(use_orig_params, rank, which=which)
+        FSDP = type(model)
+        with pytest.warns(FutureWarning, match="full_optim_state_dict.*replaced.*optim_state_dict"):
+            full = FSDP.full_optim_state_dict(model, optimizer)
+        assert full == {} if rank else full
+        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        with pytest.warns(FutureWarning, match="optim_input"):
+            by_input = FSDP.full_optim_state_dict(model, optimizer, list(model.parameters()), rank0_only=False)
+        sharded = FSDP.sharded_optim_state_dict(model, optimizer)
+        results.append(
+            (
+                full,
+                by_input,
+                FSDP.shard_full_optim_state_dict(full, model, optim=optimizer),
+                FSDP.scatter_full_optim_state_dict(full if rank == 0 else None, model, optim=optimizer),
+                FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
+            )
+        )
+    assert_same_osd(saved(model, optimizer), results[1][0])
+    assert_same_osd(saved(model, optimizer), results[1][1])
+    wrong = 4 if use_orig_params else 0  # what torch makes of offloaded state with original parameters: parity 6
+    for torchs, ours in list(zip(*results, strict=True))[wrong:]:
+        assert_same_osd(torchs, ours)
+
+
+@on_ranks(2)
+def test_models_that_cannot_be_saved_are_refused(rank, world_size):
+    """A-145, X-163, X-164."""
+    FSDP = implementation("fsdp_c")
+    plain = net()
+    with pytest.raises(IndexError):
+        FSDP.optim_state_dict(plain, torch.optim.Adam(plain.parameters()))
+    mixed = nn.ModuleList([wrap(nn.Linear(2, 2), True), wrap(nn.Linear(2, 2), False)])
+    with pytest.raises(AssertionError, match="same _use_orig_params"):
+        FSDP.optim_state_dict(mixed, torch.optim.Adam(mixed.parameters()))
+
+
+@on_ranks(2)
+def test_bad_optimizer_inputs_are_refused(rank, world_size):
+    """X-175 to X-177."""
+    model, optimizer = trained(True, rank)
+    FSDP = type(model)
+    for given, error in (([], ValueError), (3, TypeError), (["a"], TypeError), ([{"lr": 1}], AssertionError)):
+        with pytest.raises(error):
+            FSDP.full_optim_state_dict(model, optimizer, given)
+    with pytest.raises(ValueError, match="Invalid parameter keys"):
+        FSDP.rekey_optim_state_dict({"state": {0: {}, "a": {}}}, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+    with pytest.raises(AssertionError, match="PARAM_NAME or PARAM_ID"):
+        FSDP.rekey_optim_state_dict({"state": {}, "param_groups": []}, "names", model, optim=optimizer)
+
+
+@on_ranks(2)
+def test_sharded_config_is_the_default_of_the_sharded_type(rank, world_size):
+    """F-073: on the CPU."""
+    model, optimizer = trained(True, rank)
+    with type(model).state_dict_type(model, SHARDED):
+        settings = type(model).get_state_dict_type(model)
+    assert isinstance(settings.optim_state_dict_config, ShardedOptimStateDictConfig)
+    assert settings.optim_state_dict_config.offload_to_cpu
