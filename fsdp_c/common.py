@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -82,6 +83,18 @@ def bound_runtime(fsdp_module: Any) -> Iterator[None]:
     finally:
         if unbound:
             fsdp_module._unit.runtime.release()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without garbage collection: a state dict is thousands of objects at once, none of them garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def synchronize(device: torch.device) -> None:

@@ -207,7 +207,8 @@ def saving(fsdp_module: Any) -> Iterator[None]:
     already_open = set(_open)
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
-        yield
+        with common.collector_paused():
+            yield
     finally:
         _saving.outermost, _saving.values = None, {}
         for unit in [unit for unit in _open if unit not in already_open]:
