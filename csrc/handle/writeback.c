@@ -17,7 +17,7 @@ int handle_follow_flat_param(struct handle *handle) {
     handle->shown = handle->use_orig_params ? handle->shown : SHOWN_NOTHING;
     if (handle_lazy_init(handle) < 0)
         return -1;
-    return handle->use_orig_params ? 0 : handle_show_views(handle, handle->views);
+    return handle->use_orig_params ? 0 : handle_show_views(handle, handle->form->views);
 }
 
 /* ---- original parameters ---- */
@@ -136,7 +136,7 @@ static int refuse_changed_view(struct handle *handle, const struct slot *slot) {
 int handle_check_views(struct handle *handle) {
     if (!handle->use_orig_params || handle->shown != SHOWN_VIEWS || handle->skip_writeback_check)
         return 0;
-    const char *full = handle->full_is_local ? handle->local_view.data : handle->full.view.data;
+    const char *full = handle->form->is_local ? handle->local_view.data : handle->form->full.view.data;
     for (int64_t i = 0; i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
         PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
@@ -148,7 +148,7 @@ int handle_check_views(struct handle *handle) {
             continue;
         if (tensor_view_of(value, &view) < 0)
             return -1;
-        if ((const char *)view.data != full + offset * dtype_nbytes(handle->param_kind))
+        if ((const char *)view.data != full + offset * dtype_nbytes(handle->form->kind))
             return refuse_changed_view(handle, slot);
     }
     return 0;
