@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -13,7 +14,16 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
 
-from fsdp_c import _C, buffers, construction, grad_clipping, materialization, state_dict, unshard_params
+from fsdp_c import (
+    _C,
+    buffers,
+    construction,
+    forward_methods,
+    grad_clipping,
+    materialization,
+    state_dict,
+    unshard_params,
+)
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -536,7 +546,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             wrapped = self.__dict__.get("_modules", {}).get(WRAPPED_MODULE)
             if wrapped is None:
                 raise
-            return getattr(wrapped, name)
+            found = getattr(wrapped, name)
+            is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
+            return forward_methods.explaining(self, found) if is_own_method else found
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for instance an nn.Sequential."""

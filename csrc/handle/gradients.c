@@ -13,12 +13,14 @@ static const struct kernel_stream *stream_of(const struct handle *handle) {
 
 /* ---- receiving ---- */
 
-static int refuse_gradient(struct handle *handle, int64_t param) {
+int handle_refuse_gradient(struct handle *handle, int64_t param) {
+    PyObject *fqn = handle_fqn(handle, param);
     PyErr_Format(PyExc_RuntimeError,
                  "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
                  "Sparse gradients "
                  "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
-                 (long long)handle->layout.rank, handle->name, handle->slots[param].name, handle->device);
+                 (long long)handle->layout.rank, handle->name, fqn, handle->device);
+    Py_DECREF(fqn);
     return -1;
 }
 
@@ -32,7 +34,7 @@ static int fill_sources(struct handle *handle) {
             continue;
         }
         if (tensor_view_of(grad, view) < 0)
-            return refuse_gradient(handle, i);
+            return handle_refuse_gradient(handle, i);
     }
     return 0;
 }

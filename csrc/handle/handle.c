@@ -177,6 +177,16 @@ void handle_fini(struct handle *handle) {
     handle->form = &handle->forms[PRECISION_COMPUTE];
 }
 
+PyObject *handle_fqn(const struct handle *handle, int64_t param) {
+    PyObject *fqns = PyObject_GetAttrString(handle->flat_param, "_fqns");
+    PyObject *fqn = fqns ? PySequence_GetItem(fqns, param) : NULL;
+    Py_XDECREF(fqns);
+    if (fqn)
+        return fqn;
+    PyErr_Clear();
+    return Py_NewRef(handle->slots[param].name);
+}
+
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     for (int64_t i = 0; handle->slots && i < handle->num_slots; i++) {
         Py_VISIT(handle->slots[i].module);

@@ -156,6 +156,7 @@ struct handle {
     PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
+    int64_t unheld_turn;         /* the parameter outside the shard that was looked at last */
 
     /* inside summon_full_params */
     PyObject *summon_full; /* owned; the full flat parameter shown, NULL outside and when hidden */
@@ -181,6 +182,8 @@ struct handle_spec {
 
 int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
 void handle_fini(struct handle *handle);
+/* For messages: a parameter's name from its unit, or in its module where nobody has named it. New reference. */
+PyObject *handle_fqn(const struct handle *handle, int64_t param);
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
 /* handle_state.c: the only writers of the two enums. 0, or -1 with RuntimeError naming the unit and both states. */
@@ -217,6 +220,7 @@ PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
 int handle_take_over_params(struct handle *handle);  /* the part of it about original parameters */
+int handle_check_unheld(struct handle *handle);      /* RuntimeError for data where this rank holds nothing. 0 or -1 */
 int handle_check_views(
     struct handle *handle); /* AssertionError for a view replaced while the storage stays unsharded */
 
@@ -235,6 +239,7 @@ PyObject *handle_call_comm_hook(struct handle *handle); /* reduce what was packe
 void comm_hook_fini(struct comm_hook *hook);
 
 /* gradients.c and reduce.c */
+int handle_refuse_gradient(struct handle *handle, int64_t param); /* -1 with RuntimeError */
 bool handle_has_new_gradients(const struct handle *handle);
 int handle_receive(struct handle *handle, PyObject *args); /* one contribution: the arguments of the node's backward */
 int handle_prepare_gradient(

@@ -301,7 +301,7 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
         return 0;
     if (grad != Py_None) {
         if (tensor_view_of(grad, &view) < 0)
-            return -1;
+            return handle_refuse_gradient(handle, param);
         if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
             return 0;
     }

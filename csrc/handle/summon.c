@@ -65,7 +65,7 @@ static PyObject *gather(struct handle *handle) {
 int handle_summon_enter(struct handle *handle, bool writeback) {
     if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
         return -1;
-    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+    if (!handle->skip_writeback_check && (handle_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
         return -1;
     PyObject *full = gather(handle);
     if (!full)

@@ -76,6 +76,16 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
 
 /* ---- state ---- */
 
+/* For messages: the rank in the group of the first unit with parameters, -1 where there is none. */
+static long long unit_rank(const struct unit *unit) {
+    if (unit->handle)
+        return (long long)unit->handle->layout.rank;
+    for (int64_t i = 0; unit->runtime && i < unit->runtime->num_units; i++)
+        if (unit->runtime->units[i]->handle)
+            return (long long)unit->runtime->units[i]->handle->layout.rank;
+    return -1;
+}
+
 int unit_set_training_state(struct unit *unit, enum training_state state) {
     static const bool allowed[USE_STATES][USE_STATES] = {
         [USE_IDLE] = {[USE_IDLE] = true, [USE_FORWARD] = true, [USE_SUMMON_FULL_PARAMS] = true},
@@ -83,8 +93,8 @@ int unit_set_training_state(struct unit *unit, enum training_state state) {
         [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
     };
     if (!allowed[unit->training_state][state]) {
-        PyErr_Format(PyExc_RuntimeError, "unit %S: illegal transition from %s to %s", unit->name,
-                     training_state_name(unit->training_state), training_state_name(state));
+        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s", unit_rank(unit),
+                     unit->name, training_state_name(unit->training_state), training_state_name(state));
         return -1;
     }
     unit->training_state = state;
