@@ -174,6 +174,7 @@ class Unit:
         backward_prefetch: int,  # 0 none, 1 BACKWARD_PRE, 2 BACKWARD_POST
         forward_prefetch: bool,
         limit_all_gathers: bool,
+        full_precision_in_eval: bool,  # forward calls its _cast_buffers_for_mode() when it is the root
     ) -> None:
         """RuntimeError when called twice on one object."""
     handle: Handle | None

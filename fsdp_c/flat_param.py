@@ -186,11 +186,11 @@ class FlatParamHandle(_C.Handle):
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
+        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
         self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
         self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
-        self._orig_param_dtype = found.params[0].dtype
-        self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
-        self._reduce_dtype = mp_reduce_dtype or self._fwd_bwd_param_dtype
+        self._mixed_precision_dtypes = (mp_param_dtype, mp_reduce_dtype)
+        self._follow_dtype(found.params[0].dtype)
         self._aligned_numel = ALIGNMENT_NBYTES // self._fwd_bwd_param_dtype.itemsize if use_orig_params else 0
         layout = _C.FlatLayout(
             [param.numel() for param in found.params],
@@ -243,14 +243,39 @@ class FlatParamHandle(_C.Handle):
     def describe_storage(self) -> None:
         """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023, B-024)."""
         flat_param = self.flat_param
+        self._follow_dtype(flat_param.dtype)
         flat_param._local_shard = self.local_shard
         if self.uses_sharded_strategy:
             flat_param._full_param_padded = self.padded_unsharded_flat_param
             flat_param._padded_unsharded_size = torch.Size((self.layout.padded_numel,))
 
+    def _follow_dtype(self, dtype: torch.dtype) -> None:
+        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` may have changed (C-018)."""
+        param_dtype, reduce_dtype = self._mixed_precision_dtypes
+        self._orig_param_dtype = dtype
+        self._fwd_bwd_param_dtype = param_dtype or dtype
+        self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
+
     def point_params_at_shard(self) -> None:
         """Follow the flat parameter to new data, another dtype or another device."""
         self.shard()
+
+    @property
+    def _uses_param_mixed_precision(self) -> bool:
+        return self._fwd_bwd_param_dtype != self._orig_param_dtype
+
+    @property
+    def _uses_reduce_mixed_precision(self) -> bool:
+        return self._reduce_dtype != self._orig_param_dtype
+
+    @property
+    def _force_full_precision(self) -> bool:
+        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is asked for
+        by FSDP_USE_FULL_PREC_IN_EVAL."""
+        if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
+            return False
+        in_eval = self._use_full_prec_in_eval and not self._fully_sharded_module.training
+        return in_eval or self.training_state == _C.USE_SUMMON_FULL_PARAMS
 
     @property
     def _has_optim_in_backward(self) -> bool:

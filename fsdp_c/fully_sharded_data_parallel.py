@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -13,7 +14,16 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
 
-from fsdp_c import _C, buffers, construction, grad_clipping, materialization, state_dict, unshard_params
+from fsdp_c import (
+    _C,
+    buffers,
+    construction,
+    forward_methods,
+    grad_clipping,
+    materialization,
+    state_dict,
+    unshard_params,
+)
 from fsdp_c import optim_state_dict as optim_states
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
@@ -212,6 +222,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             backward_prefetch=backward_prefetch.value if backward_prefetch is not None else 0,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
+            full_precision_in_eval=self._use_full_prec_in_eval,
         )
         for inner in tree.units:
             vars(inner)["_enclosing"] = weakref.ref(self)
@@ -251,6 +262,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             _comm_hook_state=None,
             _buffer_name_to_orig_dtype=buffer_dtypes,
             _buffer_names=set(buffer_dtypes),
+            _needs_buffer_dtype_restore_check=False,
             _state_dict_type=StateDictType.FULL_STATE_DICT,
             _state_dict_config=FullStateDictConfig(),
             _optim_state_dict_config=FullOptimStateDictConfig(),
@@ -345,6 +357,17 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             unit._exec_order_data = runtime
             if unit._handle is not None:
                 unit._handle.describe_storage()
+
+    def _cast_buffers_for_mode(self) -> None:
+        """The unit in C calls it before a forward of the root, with FSDP_USE_FULL_PREC_IN_EVAL alone."""
+        own = self._unit.handle
+        handles = [own] if own is not None else self._all_handles
+        if any(handle._force_full_precision for handle in handles):
+            buffers.cast_back(self)
+            self._needs_buffer_dtype_restore_check = True
+        elif self._needs_buffer_dtype_restore_check:
+            buffers.cast_for_computation(units_of(self), self.compute_device)
+            self._needs_buffer_dtype_restore_check = False
 
     def _reset_lazy_init(self) -> None:
         """Forget who the root of this unit's tree is; the next forward decides anew."""
@@ -527,7 +550,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             wrapped = self.__dict__.get("_modules", {}).get(WRAPPED_MODULE)
             if wrapped is None:
                 raise
-            return getattr(wrapped, name)
+            found = getattr(wrapped, name)
+            is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
+            return forward_methods.explaining(self, found) if is_own_method else found
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for instance an nn.Sequential."""

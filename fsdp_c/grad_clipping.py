@@ -29,7 +29,9 @@ def clip_grad_norm_(root: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
     if not root._unit.is_root:
         raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
     if root._unit.training_state != _C.USE_IDLE:
-        raise ValueError("`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params")
+        raise ValueError(
+            f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
+        )
     sharded_handles, whole_handles = _handles(root)
     if not sharded_handles:
         return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)

@@ -99,6 +99,7 @@ static void init_references(struct handle *handle, const struct handle_spec *spe
 
 int handle_init(struct handle *handle, const struct handle_spec *spec) {
     memset(handle, 0, sizeof *handle);
+    handle->form = &handle->forms[PRECISION_COMPUTE];
     handle->layout = *spec->layout;
     handle->layout_owner = Py_NewRef(spec->layout_owner);
     handle->num_params = spec->layout->num_params;
@@ -142,19 +143,10 @@ static void fini_shapes(struct handle *handle) {
 
 static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->unshard_work);
-    Py_CLEAR(handle->views);
-    Py_CLEAR(handle->full_data);
     Py_CLEAR(handle->local_shard);
     Py_CLEAR(handle->shard_sizes);
     Py_CLEAR(handle->orig_dtype);
-    Py_CLEAR(handle->param_dtype);
-    Py_CLEAR(handle->reduce_dtype);
-    buffer_fini(&handle->full);
-    buffer_fini(&handle->full_precision);
-    buffer_fini(&handle->low_precision_shard);
-    Py_CLEAR(handle->reduce_input_like.tensor);
-    Py_CLEAR(handle->reduce_output_like.tensor);
-    Py_CLEAR(handle->gradient_like.tensor);
+    handle_fini_forms(handle);
     PyMem_Free(handle->sources);
     PyMem_Free(handle->shard_pieces);
 }
@@ -182,6 +174,17 @@ void handle_fini(struct handle *handle) {
     Py_CLEAR(handle->empty_param);
     Py_CLEAR(handle->fallback_dtypes);
     memset(handle, 0, sizeof *handle);
+    handle->form = &handle->forms[PRECISION_COMPUTE];
+}
+
+PyObject *handle_fqn(const struct handle *handle, int64_t param) {
+    PyObject *fqns = PyObject_GetAttrString(handle->flat_param, "_fqns");
+    PyObject *fqn = fqns ? PySequence_GetItem(fqns, param) : NULL;
+    Py_XDECREF(fqns);
+    if (fqn)
+        return fqn;
+    PyErr_Clear();
+    return Py_NewRef(handle->slots[param].name);
 }
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
@@ -195,7 +198,8 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->comm_hook.state);
     Py_VISIT(handle->flat_param);
     Py_VISIT(handle->params);
-    Py_VISIT(handle->views);
+    for (int i = 0; i < PRECISIONS; i++)
+        Py_VISIT(handle->forms[i].views);
     Py_VISIT(handle->gradients.pending);
     return 0;
 }

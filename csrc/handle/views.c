@@ -112,7 +112,7 @@ int handle_show_sharded(struct handle *handle) {
     if (handle->shown == SHOWN_VIEWS)
         return 0;
     handle->shown = SHOWN_NOTHING;
-    return handle_show_views(handle, handle->views);
+    return handle_show_views(handle, handle->form->views);
 }
 
 /* ---- full parameters ---- */

@@ -252,7 +252,7 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
     (void)unused;
     if (!handle)
         return NULL;
-    return Py_NewRef(handle->full_is_local ? handle->local_shard : handle->full.tensor);
+    return Py_NewRef(handle->form->is_local ? handle->local_shard : handle->form->full.tensor);
 }
 
 static PyObject *get_op_id(PyObject *self, void *unused) {

@@ -18,13 +18,13 @@ static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
+    if (precision_for_backward(unit) < 0 || schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     unit->needs_pre_backward_unshard = unit->prefetched = false;
     if (prefetch_before_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
-    if (handle->use_orig_params && handle_show_views(handle, handle->views) < 0)
+    if (handle->use_orig_params && handle_show_views(handle, handle->form->views) < 0)
         return -1;
     return handle_prepare_gradient(handle);
 }

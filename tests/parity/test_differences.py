@@ -411,6 +411,42 @@ def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank:
     assert list(own.values()) == ([True, True, False, False] if rank == 0 else [False, False, True, True])
 
 
+class Generator(nn.Linear):
+    """A model that is used by another method than forward."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@on_ranks(2)
+def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int, world_size: int) -> None:
+    messages = {}
+    for which in BOTH:
+        model = wrap(which, Generator(WIDTH, WIDTH))
+        with pytest.raises(RuntimeError) as found:
+            model.generate(batch(rank))
+        messages[which] = str(found.value)
+    assert "must be a matrix" in messages["torch"] and "must be a matrix" in messages["fsdp_c"]
+    assert ["Generator" in message and "register_forward_method" in message for message in messages.values()] == [
+        False,
+        True,
+    ]
+
+
+@on_ranks(2)
+def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int, world_size: int) -> None:
+    outputs = {}
+    for which in BOTH:
+        model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        for parameter in model.parameters():
+            if parameter.numel() == 0:
+                parameter.data = torch.full((4,), 100.0)
+        with torch.no_grad():
+            outputs[which] = gradients_or_error(lambda model=model: [model(batch(rank))])
+    assert outputs["torch"][0].abs().max() < 50  # lost
+    assert f"rank {rank}" in outputs["fsdp_c"] and "summon_full_params(module, writeback=True)" in outputs["fsdp_c"]
+
+
 @on_ranks(2)
 def test_row_25_low_precision_gradients_of_tied_weights_are_kept(rank: int, world_size: int) -> None:
     keep = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
