@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_c.tensor_parallel import full_shape
 from fsdp_c.traversal import clean_name
 
 _ABSENT = object()
@@ -20,7 +21,7 @@ class ManagedParam(NamedTuple):
     module: torch.nn.Module  # the module that owns it
     name: str  # its attribute there
     fqn: str  # relative to the unit, wrapper segments removed
-    shape: torch.Size  # unsharded
+    shape: torch.Size  # unsharded, over the tensor parallel mesh too
 
 
 def managed_params(handle: Any) -> list[ManagedParam]:
@@ -29,8 +30,10 @@ def managed_params(handle: Any) -> list[ManagedParam]:
         return []
     flat_param = handle.flat_param
     params = [
-        ManagedParam(info.module, info.param_name, _fqn(info), torch.Size(shape))
-        for info, shape in zip(flat_param._param_infos, flat_param._shapes, strict=True)
+        ManagedParam(info.module, info.param_name, _fqn(info), full_shape(extension, shape))
+        for info, shape, extension in zip(
+            flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True
+        )
     ]
     shapes = {(param.module, param.name): param.shape for param in params}
     for info in flat_param._shared_param_infos:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 
-from fsdp_c import _C, common
+from fsdp_c import _C, common, tensor_parallel
 from fsdp_c.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -214,7 +214,11 @@ def _pre_load_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, *_
             if not _is_summoned(fsdp_module):
                 fsdp_module._handle.summon_enter(True)
                 stack.callback(fsdp_module._handle.summon_exit)
-            stack.callback(_copy_assigned, _registered(fsdp_module))
+            registered = _registered(fsdp_module)
+            stack.callback(_copy_assigned, registered)
+            for param, shown in registered:
+                if prefix + param.fqn in state_dict:
+                    state_dict[prefix + param.fqn] = tensor_parallel.like(state_dict[prefix + param.fqn], shown)
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = stack.pop_all()
 

@@ -100,6 +100,7 @@ static int init_full(struct handle *handle) {
     ref_set(&handle->views, handle_make_views(handle, full));
     if (!handle->views)
         return -1;
+    Py_CLEAR(handle->wrapped_views);
     if (!handle->full_is_local && buffer_free(&handle->full) < 0)
         return -1;
     if (!handle->sharded || !handle->low_precision)

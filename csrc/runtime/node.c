@@ -184,6 +184,8 @@ int unit_detach_views(struct unit *unit) {
     if (!unit->views_attached || !views)
         return 0;
     unit->views_attached = false;
+    if (handle_unwrap_views(unit->handle) < 0)
+        return -1;
     for (int64_t i = 0; i < unit->handle->num_params; i++) {
         PyObject *view = PyTuple_GetItem(views, i);
         int requires_grad = torch_requires_grad(view);
