@@ -102,6 +102,7 @@ class Handle:
         reduce_dtype: torch.dtype | None,
         name: str,
         flat_param_owner: dict[str, Any] | None,  # the ``_parameters`` where "_flat_param" is registered
+        wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,  # what the modules show for the views
         strategy: int,
         use_orig_params: bool,
         keep_low_precision_grads: bool,

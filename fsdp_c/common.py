@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_c.tensor_parallel import full_shape
 from fsdp_c.traversal import clean_name
 
 _ABSENT = object()
@@ -21,7 +22,7 @@ class ManagedParam(NamedTuple):
     module: torch.nn.Module  # the module that owns it
     name: str  # its attribute there
     fqn: str  # relative to the unit, wrapper segments removed
-    shape: torch.Size  # unsharded
+    shape: torch.Size  # unsharded, over the tensor parallel mesh too
     index: int  # in the flat parameter; names of a shared parameter have one
 
 
@@ -36,8 +37,10 @@ def managed_params(handle: Any) -> list[ManagedParam]:
 
 def _managed_params(flat_param: Any) -> list[ManagedParam]:
     params = [
-        ManagedParam(info.module, info.param_name, _fqn(info), torch.Size(shape), index)
-        for index, (info, shape) in enumerate(zip(flat_param._param_infos, flat_param._shapes, strict=True))
+        ManagedParam(info.module, info.param_name, _fqn(info), full_shape(extension, shape), index)
+        for index, (info, shape, extension) in enumerate(
+            zip(flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True)
+        )
     ]
     primary = {(param.module, param.name): param for param in params}
     for info in flat_param._shared_param_infos:

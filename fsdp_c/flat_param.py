@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
-from fsdp_c import _C
+from fsdp_c import _C, tensor_parallel
 from fsdp_c.construction import predivide_factor
 from fsdp_c.traversal import ParamInfo, Subtree, joined, unwrapped
 
@@ -174,6 +174,7 @@ class FlatParamHandle(_C.Handle):
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
         found = _Occurrences(tree or Subtree(fully_sharded_module), params)
         _check_params(found.params, found.fqns, use_orig_params)
+        extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
         self._fully_sharded_module = fully_sharded_module
         self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
         self.uses_sharded_strategy = self._sharding_strategy != HandleShardingStrategy.NO_SHARD
@@ -204,7 +205,7 @@ class FlatParamHandle(_C.Handle):
         contiguities = [_is_truly_contiguous(*each) for each in zip(found.params, strides, strict=True)]
         requires_grad = any(param.requires_grad for param in found.params)
         flat_param = FlatParameter(_own_part(found.params, layout), requires_grad)
-        _describe(flat_param, found, layout, shapes, strides, contiguities, use_orig_params)
+        _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = predivide_factor(data_parallel_size)
         super().__init__(
@@ -223,6 +224,7 @@ class FlatParamHandle(_C.Handle):
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
             name=type(fully_sharded_module).__name__,
             flat_param_owner=unwrapped(fully_sharded_module)._parameters,
+            wrap_views=tensor_parallel.views_wrapper(extensions, fsdp_extension),
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,
@@ -422,6 +424,7 @@ def _describe(
     shapes: list[torch.Size],
     strides: list[tuple[int, ...]],
     contiguities: list[bool],
+    extensions: list[Any],
     use_orig_params: bool,
 ) -> None:
     """Give ``flat_param`` the attributes outside code reads (B-010 to B-034)."""
@@ -434,7 +437,7 @@ def _describe(
         _strides=strides,
         _contiguities=contiguities,
         _fqns=found.fqns,
-        _param_extensions=[None] * num_params,
+        _param_extensions=extensions,
         _numels=layout.param_numels,
         _numels_with_padding=layout.numels_with_padding,
         _is_padding_mask=list(layout.is_padding_mask),

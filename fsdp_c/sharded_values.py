@@ -171,6 +171,14 @@ def shards_of_rows(
         yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, rank)
 
 
+def whole_of_rows(rows: Tensor, form: ParamForm, unit: Any) -> Tensor:
+    """The whole of one tensor from every rank's rows. Collective."""
+    partition = chunk_partition(form.shape, unit.world_size)
+    (whole,) = gather([rows.reshape(-1)], [partition], unit.process_group, device=unit.compute_device)
+    assert whole is not None
+    return whole.view(form.shape)
+
+
 def _with_bounds(items: Sequence[Any], partitions: Sequence[Partition], rank: int) -> Iterator[tuple[Any, Any]]:
     return zip(items, (partition.bounds(rank) for partition in partitions), strict=True)
 

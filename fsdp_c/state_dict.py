@@ -293,7 +293,7 @@ def _pre_load_hook(
                 if not fsdp_module._use_orig_params:  # the modules do not know what they miss
                     missing_keys.extend(prefix + name for name in sorted(mark.missing))
             elif fsdp_module._handle is not None:
-                stack.enter_context(gathered_for_load(fsdp_module))
+                stack.enter_context(gathered_for_load(fsdp_module, state_dict, prefix))
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = stack.pop_all()
 

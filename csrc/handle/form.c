@@ -114,6 +114,7 @@ static int take(struct handle *handle, enum precision precision) {
     struct form *form = &handle->forms[precision];
     if (!form->views && form_init(handle, form) < 0)
         return -1;
+    Py_CLEAR(handle->wrapped_views); /* of the form that was in use */
     handle->form = form;
     return 0;
 }
@@ -146,7 +147,7 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
     bool shows_views = handle->shown == SHOWN_VIEWS && !handle->use_orig_params;
     if (handle_reshard(handle, true) < 0 || hide_views(handle) < 0 || take(handle, precision) < 0)
         return -1;
-    return shows_views ? handle_show_views(handle, handle->form->views) : 0;
+    return shows_views ? handle_show_views(handle) : 0;
 }
 
 int handle_set_reduce_dtype(struct handle *handle, PyObject *dtype) {

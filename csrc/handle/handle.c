@@ -94,6 +94,7 @@ static void init_references(struct handle *handle, const struct handle_spec *spe
     handle->strides = Py_NewRef(spec->strides);
     handle->device = Py_NewRef(spec->device);
     handle->flat_param_owner = spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
+    handle->wrap_views = spec->wrap_views == Py_None ? NULL : Py_NewRef(spec->wrap_views);
     handle->fallback_dtypes = PyTuple_Pack(2, spec->param_dtype, spec->reduce_dtype);
 }
 
@@ -143,6 +144,7 @@ static void fini_shapes(struct handle *handle) {
 
 static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->unshard_work);
+    Py_CLEAR(handle->wrapped_views);
     Py_CLEAR(handle->local_shard);
     Py_CLEAR(handle->shard_sizes);
     Py_CLEAR(handle->orig_dtype);
@@ -169,6 +171,7 @@ void handle_fini(struct handle *handle) {
     Py_CLEAR(handle->strides);
     Py_CLEAR(handle->device);
     Py_CLEAR(handle->flat_param_owner);
+    Py_CLEAR(handle->wrap_views);
     Py_CLEAR(handle->summon_full);
     Py_CLEAR(handle->summon_grad);
     Py_CLEAR(handle->empty_param);
@@ -200,6 +203,8 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->params);
     for (int i = 0; i < PRECISIONS; i++)
         Py_VISIT(handle->forms[i].views);
+    Py_VISIT(handle->wrapped_views);
+    Py_VISIT(handle->wrap_views);
     Py_VISIT(handle->gradients.pending);
     return 0;
 }

@@ -44,7 +44,7 @@ enum training_state { /* the order of torch's HandleTrainingState */
 enum shown {
     SHOWN_NOTHING,     /* just built */
     SHOWN_SHARDED,     /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
-    SHOWN_VIEWS,       /* plain tensors over the unsharded storage, with autograd history in a forward */
+    SHOWN_VIEWS,       /* tensors over the unsharded storage, with autograd history in a forward */
     SHOWN_FULL_PARAMS, /* Parameters of full shape, inside summon_full_params */
 };
 
@@ -140,6 +140,7 @@ struct handle {
     int64_t op_id;                    /* by which torch.ops.fsdp_c find the handle */
     struct slot *slots;               /* owned; the first num_params are the parameters in order, then shared names */
     int64_t num_slots;
+    PyObject *wrap_views;      /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
     PyObject *empty_param;     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
     PyObject *fallback_dtypes; /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
 
@@ -152,6 +153,7 @@ struct handle {
     struct tensor_view local_view; /* borrowed from local_shard */
     struct form forms[PRECISIONS];
     struct form *form;           /* borrowed; the one in use; written by form.c */
+    PyObject *wrapped_views;     /* owned; what wrap_views made of the form's views, with history; or NULL */
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
     PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
@@ -175,6 +177,7 @@ struct handle_spec {
     PyObject *flat_param, *params /* or None */, *shapes, *strides, *slots /* list of (param, module, name) */;
     PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
     PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
+    PyObject *wrap_views;       /* or None */
     int strategy;
     bool use_orig_params, keep_low_precision_grads, skip_writeback_check;
     double predivide, postdivide;
@@ -210,11 +213,15 @@ bool handle_reshards_after_forward(const struct handle *handle);
 int64_t handle_unsharded_nbytes(const struct handle *handle);
 
 /* views.c */
-int handle_show_views(struct handle *handle, PyObject *views); /* tuple, one per parameter */
+int handle_show_views(struct handle *handle);   /* or what wrap_views made of them */
+int handle_wrap_views(struct handle *handle);   /* anew, after their history has changed; a no-op without wrap_views */
+int handle_unwrap_views(struct handle *handle); /* nothing keeps the history of the wrapped ones alive */
 int handle_show_sharded(struct handle *handle);
 int handle_show_full_params(struct handle *handle, PyObject *full /* flat, unsharded */);
-int handle_point_params_at_shard(struct handle *handle);            /* params[i].data = its part of the shard */
-PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple */
+int handle_point_params_at_shard(struct handle *handle);                    /* params[i].data = its part of the shard */
+PyObject *handle_make_views(struct handle *handle, PyObject *full);         /* new tuple */
+PyObject *handle_local_value(const struct handle *handle, PyObject *value); /* borrowed; what a DTensor holds here */
+int handle_show_wrapped_grads(struct handle *handle, PyObject *full); /* inside summon: on the Parameters shown there */
 
 /* writeback.c */
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */

@@ -93,6 +93,7 @@ static int settle_replaced(struct handle *handle, PyObject *views, int64_t param
     struct tensor_view is, was;
     if (!value)
         return PyErr_Occurred() ? -1 : 0;
+    value = handle_local_value(handle, value);
     if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
         return -1;
     if (is.data == was.data || !(data = torch_data(value)))
@@ -213,6 +214,8 @@ int handle_summon_grads(struct handle *handle) {
     if (!full)
         return -1;
     int result = handle_show_full_grad(handle, full);
+    if (!result && full != Py_None)
+        result = handle_show_wrapped_grads(handle, full);
     ref_set(&handle->summon_grad, full);
     return result;
 }

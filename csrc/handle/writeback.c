@@ -17,7 +17,7 @@ int handle_follow_flat_param(struct handle *handle) {
     handle->shown = handle->use_orig_params ? handle->shown : SHOWN_NOTHING;
     if (handle_lazy_init(handle) < 0)
         return -1;
-    return handle->use_orig_params ? 0 : handle_show_views(handle, handle->form->views);
+    return handle->use_orig_params ? 0 : handle_show_views(handle);
 }
 
 /* ---- original parameters ---- */
@@ -215,7 +215,7 @@ int handle_check_views(struct handle *handle) {
             return -1;
         if (!value || !layout_param_numel(&handle->layout, slot->param))
             continue;
-        if (tensor_view_of(value, &view) < 0)
+        if (tensor_view_of(handle_local_value(handle, value), &view) < 0)
             return -1;
         if ((const char *)view.data != full + offset * dtype_nbytes(handle->form->kind))
             return refuse_changed_view(handle, slot);

@@ -37,6 +37,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "reduce_dtype",
                             "name",
                             "flat_param_owner",
+                            "wrap_views",
                             "strategy",
                             "use_orig_params",
                             "keep_low_precision_grads",
@@ -51,11 +52,12 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOO!O!O!OOOOOUOipppdd", names, &layout, &spec.flat_param, &spec.params, &PyTuple_Type,
-            &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots, &spec.process_group,
-            &spec.replicate_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
-            &spec.flat_param_owner, &spec.strategy, &orig, &keep, &skip, &spec.predivide, &spec.postdivide))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOOipppdd", names, &layout, &spec.flat_param,
+                                     &spec.params, &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides,
+                                     &PyList_Type, &spec.slots, &spec.process_group, &spec.replicate_group,
+                                     &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
+                                     &spec.flat_param_owner, &spec.wrap_views, &spec.strategy, &orig, &keep, &skip,
+                                     &spec.predivide, &spec.postdivide))
         return -1;
     spec.layout_owner = layout;
     spec.use_orig_params = orig;

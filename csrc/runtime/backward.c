@@ -24,7 +24,7 @@ static int unshard_for_backward(struct unit *unit) {
     if (prefetch_before_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
-    if (handle->use_orig_params && handle_show_views(handle, handle->form->views) < 0)
+    if (handle->use_orig_params && handle_show_views(handle) < 0)
         return -1;
     return handle_prepare_gradient(handle);
 }

@@ -191,6 +191,8 @@ int unit_detach_views(struct unit *unit) {
     if (!unit->views_attached || !unit->handle)
         return 0;
     unit->views_attached = false;
+    if (handle_unwrap_views(unit->handle) < 0)
+        return -1;
     for (int i = 0; i < PRECISIONS; i++)
         if (detach_form(&unit->handle->forms[i], unit->handle->num_params) < 0)
             return -1;

@@ -83,7 +83,7 @@ int unit_unshard(struct unit *unit) {
     if (precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)
         return -1;
     unit->prefetched = true;
-    return handle_show_views(handle, handle->form->views);
+    return handle_show_views(handle);
 }
 
 int unit_wait_unsharded(struct unit *unit) {

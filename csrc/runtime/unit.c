@@ -228,7 +228,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     int trainable = is_trainable(handle);
     if (trainable < 0 || (trainable ? unit_attach_views(unit) : unit_detach_views(unit)) < 0)
         return -1;
-    if (handle_show_views(handle, handle->form->views) < 0)
+    if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0)
         return -1;
     return trainable ? 0 : watch_inputs(unit, args, kwargs);
 }
