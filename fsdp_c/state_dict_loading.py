@@ -84,7 +84,7 @@ def _load(units: Sequence[tuple[str, Any]], state_dict: dict[str, Any]) -> dict[
         check_idle(unit)
         unit._handle.writeback()
     found = {unit: _found(unit, at, state_dict) for at, unit in units}
-    whole = [unit for unit in found if is_full(unit) or is_parallel(unit._handle)]
+    whole = [unit for unit in found if is_full(unit) or unit._fsdp_extension is not None]
     _load_sharded({unit: values for unit, values in found.items() if unit not in whole})
     for unit in whole:
         _load_full(unit, found[unit])
@@ -97,7 +97,7 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
     """For the parameters that have a value: the form, the value or this rank's rows of it, the part of the shard."""
     targets = list(shard_pieces(unit))
     values: dict[int, tuple[ParamForm, Tensor, Tensor]] = {}
-    full, parallel = is_full(unit), is_parallel(unit._handle)
+    full, parallel = is_full(unit), unit._fsdp_extension is not None
     for param in common.managed_params(unit._handle):
         key = prefix + param.fqn
         if key not in state_dict:

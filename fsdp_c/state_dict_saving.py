@@ -177,7 +177,7 @@ def put_full_values(unit: Any, state_dict: dict[str, Any], prefix: str) -> None:
 def sharded_rows(units: Iterable[Any]) -> dict[Any, list[Tensor]]:
     """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective."""
     units = list(units)
-    parallel = [unit for unit in units if is_parallel(unit._handle)]
+    parallel = [unit for unit in units if unit._fsdp_extension is not None]
     sharded = [unit for unit in units if not is_summoned(unit) and unit not in parallel]
     for unit in sharded:
         unit._handle.writeback()
@@ -192,10 +192,8 @@ def sharded_rows(units: Iterable[Any]) -> dict[Any, list[Tensor]]:
 
 
 def _parallel_rows(unit: Any, full: Tensor) -> Tensor:
-    """The rows of a parameter as a DTensor over both meshes, where tensor parallelism has sharded it (F-032)."""
-    if isinstance(full, DTensor):
-        return unit._fsdp_extension.chunk_dtensor(full, unit.rank, unit._device_mesh)
-    return own_rows(full, unit.rank, unit.world_size).clone()
+    """The rows of a parameter as a DTensor over all dimensions of the mesh (F-032)."""
+    return unit._fsdp_extension.chunk_dtensor(full, unit.rank, unit._device_mesh)
 
 
 @contextlib.contextmanager

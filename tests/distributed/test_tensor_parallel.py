@@ -505,3 +505,47 @@ def test_mixed_precision_dtensors_are_of_low_precision(rank: int, world_size: in
     assert dtypes == [torch.bfloat16]
     with FSDP.summon_full_params(model):
         assert linear.weight.dtype == torch.float32
+
+
+def sharded_state(model: Any) -> dict[str, Any]:
+    with type(model).state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return model.state_dict()
+
+
+@both_views
+@both_plans
+@on_ranks(4)
+def test_sharded_state_dict_equals_torchs_and_loads_again(
+    rank: int, world_size: int, plan: str, use_orig_params: bool
+) -> None:
+    """F-032: rows over both dimensions of the mesh."""
+    states = []
+    for which in ("torch", "fsdp_c"):
+        model = implementation(which)(
+            tp.parallelized(plain(), plan),
+            device_mesh=tp.mesh()["dp"],
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({tp.Layer}),
+            use_orig_params=use_orig_params,
+        )
+        states.append(sharded_state(model))
+    torchs, ours = states
+    assert list(torchs) == list(ours)
+    for name, expected in torchs.items():
+        found = ours[name]
+        assert isinstance(found, DTensor)
+        assert (found.placements, found.device_mesh) == (expected.placements, expected.device_mesh), name
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride()), name
+        assert torch.equal(found.to_local(), expected.to_local()), name
+    other = wrap(tp.parallelized(plain(9), plan), use_orig_params=use_orig_params)
+    for state in states:
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            other.load_state_dict(state)
+        assert_close(plain().state_dict(), {name: full(value) for name, value in full_state(other).items()})
+
+
+@on_ranks(4)
+def test_optimizer_state_by_names_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=True)
+    with pytest.raises(NotImplementedError, match="optimizer state of tensor parallel parameters"):
+        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
