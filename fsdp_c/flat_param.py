@@ -300,6 +300,25 @@ class FlatParamHandle(_C.Handle):
         infos = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)
         return [fqn for fqn, info in infos if info.in_shard]
 
+    def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
+        """One 1-D tensor of ``tensors``, of one dtype, in their memory order; padded as parameters are (C-016).
+
+        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not fit.
+        """
+        if not tensors:
+            raise ValueError("Expects non-empty `tensors`")
+        if aligned_numel < 0:
+            raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
+        _check_params(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
+        numels = [tensor.numel() for tensor in tensors]
+        return _own_part(tensors, _C.FlatLayout(numels, aligned_numel, self.world_size, self.rank, False))
+
+    def flatten_tensors_into_flat_param(
+        self, tensors: Sequence[torch.Tensor], aligned_numel: int, requires_grad: bool
+    ) -> FlatParameter:
+        """``flatten_tensors`` as a new flat parameter, without metadata."""
+        return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
+
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         return self.padded_unsharded_flat_param
 

@@ -10,7 +10,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    DefaultState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
 
@@ -249,6 +253,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         )
         if groups.replicate is not None:
             self._inter_node_pg = groups.replicate
+            self._inter_node_state = DefaultState(groups.replicate)
 
     def _init_state(self, tree: Subtree) -> None:
         """What clients read, as it is before the first step."""
@@ -456,6 +461,31 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
     def _low_precision_hook_enabled(self) -> bool:
         return _low_precision_dtype(self._comm_hook) is not None
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Let computation wait for the all-gathers that ``_unshard`` has started in this tree."""
+        for unit in units_of(self):
+            unit._unit.wait_unsharded()
+
+    @contextlib.contextmanager
+    def _deregister_orig_params_ctx(self) -> Iterator[None]:
+        """Show the flat parameters of this tree in place of the original ones, with use_orig_params."""
+        units = units_of(self)
+        for unit in units:
+            unit._assert_state(TrainingState.IDLE)
+            if not unit._use_orig_params:
+                raise AssertionError(
+                    "`_deregister_orig_params_ctx()` should only be called with use_orig_params=True: "
+                    f"{unit_name(unit.module)} shows its flat parameter in any case"
+                )
+        with contextlib.ExitStack() as stack:
+            for unit in units:
+                if unit._has_params:
+                    stack.enter_context(_orig_params_hidden(unit))
+            yield
 
     # ---- queries
 
