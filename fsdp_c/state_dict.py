@@ -251,6 +251,7 @@ def _pre_save_hook(fsdp_module: Any, prefix: str, keep_vars: bool) -> None:
 def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
     kind = _kind(fsdp_module)
     with _open.pop(fsdp_module):
+        is_root = fsdp_module._unit.is_root
         _strip_wrapper(state_dict, prefix)
         if fsdp_module._handle is not None:
             if kind == StateDictType.FULL_STATE_DICT:
@@ -260,7 +261,7 @@ def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, l
             else:
                 put_local_value(fsdp_module, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
-    if fsdp_module._unit.is_root and logger.isEnabledFor(logging.INFO):
+    if is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
                 logger.info("%s: shape=%s, dtype=%s, device=%s", key, tuple(value.shape), value.dtype, value.device)
