@@ -77,10 +77,10 @@ def _put_back(mapping: dict[str, Any], name: str, value: Any) -> None:
 def bound_runtime(fsdp_module: Any) -> Iterator[None]:
     """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
 
-    A state dict or a look at the parameters must not decide which unit is the root.
+    A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need take one.
     """
     unbound = fsdp_module._unit.runtime is None
-    fsdp_module._lazy_init()
+    fsdp_module._lazy_init(alone=True)
     try:
         yield
     finally:

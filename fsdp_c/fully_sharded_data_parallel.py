@@ -25,6 +25,7 @@ from fsdp_c import (
     forward_methods,
     grad_clipping,
     materialization,
+    plan,
     state_dict,
     unshard_params,
 )
@@ -268,6 +269,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             _buffer_name_to_orig_dtype=buffer_dtypes,
             _buffer_names=set(buffer_dtypes),
             _needs_buffer_dtype_restore_check=False,
+            _agreed_plan=None,
             _state_dict_type=StateDictType.FULL_STATE_DICT,
             _state_dict_config=FullStateDictConfig(),
             _optim_state_dict_config=FullOptimStateDictConfig(),
@@ -330,23 +332,25 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module returns."""
         return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)
 
-    def _lazy_init(self) -> None:
+    def _lazy_init(self, alone: bool = False) -> None:
         """Make this unit the root of its tree unless that has one. The unit in C calls it in the first forward.
 
+        Collective, unless the rank is ``alone`` in calling it: the ranks make sure that they wrap the same model.
         Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the units do not fit each
-        other or have moved from their device.
+        other, have moved from their device, or are others than on other ranks.
         """
         if self._unit.is_root is None:
             # tensors that later steps write must not be inference tensors, whatever the first forward runs under
             with torch.inference_mode(False), torch.no_grad():
-                self._init_tree()
+                self._init_tree(alone)
 
-    def _init_tree(self) -> None:
+    def _init_tree(self, alone: bool) -> None:
         units = units_with_paths(self)
-        for path, unit in units:
-            _check_ready(unit, clean_path(path) or type(self.module).__name__, is_root=unit is self)
-        for name in _HOMOGENEOUS_SETTINGS:
-            _check_homogeneous(name, units)
+        error = _tree_error(self, units)
+        if not alone:
+            plan.agree(self, units, error)
+        elif error is not None:
+            raise error
         members = [unit for _, unit in units]
         buffers.cast_for_computation(members, self.compute_device)
         for unit in members:  # inner units of a tree that this one is wrapped around, or was taken out of
@@ -792,6 +796,18 @@ def _low_precision_dtype(hook: object) -> torch.dtype | None:
 
 
 # ---- lazy initialisation
+
+
+def _tree_error(root: FullyShardedDataParallel, units: list[tuple[str, FullyShardedDataParallel]]) -> Exception | None:
+    """Why ``units`` cannot run as the tree of ``root`` on this rank."""
+    try:
+        for path, unit in units:
+            _check_ready(unit, clean_path(path) or type(root.module).__name__, is_root=unit is root)
+        for name in _HOMOGENEOUS_SETTINGS:
+            _check_homogeneous(name, units)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return error
+    return None
 
 
 def _check_ready(unit: FullyShardedDataParallel, name: str, is_root: bool) -> None:
