@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, pieces
-from fsdp_c.checkpoint.metadata import read_checkpoint
-from tests.distributed.test_sharded_state_dict import Odd, contiguous, odd, wrap
-from tests.models import WIDTH, Block
+from tests.distributed.test_sharded_state_dict import odd, wrap
+from tests.models import WIDTH
 from tests.parity.engine import same_bits
-from tests.ranks import on_ranks, pool
+from tests.ranks import pool
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
@@ -124,7 +115,9 @@ def body_load(rank: int, world_size: int, folder: str, **options: Any) -> None:
     optimizer.param_groups[0]["lr"] = 0.5
     extra = checkpoint.load(model, optimizer, Path(folder) / "ckpt")
     assert_holds(Path(folder), model, optimizer)
-    assert extra["step"] == 3 and extra["losses"] == [1.0, 0.5] and torch.equal(extra["nested"]["tensor"], torch.arange(4))
+    assert (
+        extra["step"] == 3 and extra["losses"] == [1.0, 0.5] and torch.equal(extra["nested"]["tensor"], torch.arange(4))
+    )
     train(model, optimizer, 1)  # with the state as it came
 
 
