@@ -90,12 +90,26 @@ def full_values(units: Iterable[Any]) -> dict[Any, list[Tensor]]:
         else:
             values[unit] = [] if is_dropped(unit) else _copies_of_own(unit)
     for group, members in by_group(sharded):
-        values.update(_gathered(group, members))
+        config = members[0]._state_dict_config
+        values.update(_gathered(group, members, config.rank0_only, config.offload_to_cpu))
     return values
 
 
-def _gathered(group: Any, units: Sequence[Any]) -> dict[Any, list[Tensor]]:
-    config = units[0]._state_dict_config
+def gathered_values(unit: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Tensor]:
+    """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing. Collective."""
+    unit._handle.writeback()
+    if is_parallel(unit._handle):
+        with summoned(unit):
+            copies = [] if rank0_only and unit.rank else _copies_of_shown(unit)
+    elif unit._handle.layout.sharded:
+        return _gathered(unit.process_group, [unit], rank0_only, offload_to_cpu)[unit]
+    else:
+        copies = [] if rank0_only and unit.rank else _copies_of_own(unit)
+    return [copy.cpu() for copy in copies] if offload_to_cpu else copies
+
+
+def _gathered(group: Any, units: Sequence[Any], rank0_only: bool, offload_to_cpu: bool) -> dict[Any, list[Tensor]]:
+    """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
     items = [(unit, form, piece) for unit in units for form, piece in shard_pieces(unit)]
     largest = max(unit._handle.layout.padded_numel * unit._handle.local_shard.element_size() for unit in units)
     wholes = gather(
@@ -103,14 +117,14 @@ def _gathered(group: Any, units: Sequence[Any]) -> dict[Any, list[Tensor]]:
         [form.shard for _, form, _ in items],
         group,
         device=units[0].compute_device,
-        rank0_only=config.rank0_only,
+        rank0_only=rank0_only,
         batch_nbytes=max(largest, FULL_BATCH_NBYTES),
     )
     values: dict[Any, list[Tensor]] = {unit: [] for unit in units}
     for (unit, form, _), flat in zip(items, wholes, strict=True):
         if flat is not None:
             whole = from_memory_order(flat, form.shape, form.order)
-            values[unit].append(whole.cpu() if config.offload_to_cpu else whole)
+            values[unit].append(whole.cpu() if offload_to_cpu else whole)
     return values
 
 

@@ -95,10 +95,10 @@ def _place(fsdp_module: Any) -> str:
     return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
 
 
-def check_idle(fsdp_module: Any) -> None:
-    """Raise AssertionError unless the unit's handle may be unsharded by hand."""
+def check_idle(fsdp_module: Any, summoned: bool = True) -> None:
+    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned`` allows it."""
     state = fsdp_module._handle.training_state
-    if state not in (_C.USE_IDLE, _C.USE_SUMMON_FULL_PARAMS):
+    if state != _C.USE_IDLE and not (summoned and state == _C.USE_SUMMON_FULL_PARAMS):
         raise AssertionError(
             f"Expects the handle to be IDLE but it is in state {state} (rank {fsdp_module.rank}): "
             "parameters cannot be unsharded by hand during forward or backward"
