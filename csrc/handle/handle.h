@@ -126,6 +126,7 @@ struct handle {
     bool use_orig_params;
     bool keep_low_precision_grads;
     bool skip_writeback_check;
+    bool verbose;                 /* TORCH_DISTRIBUTED_DEBUG=INFO */
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
     struct collective_group shard_group;
@@ -176,7 +177,7 @@ struct handle_spec {
     PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
     PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
     int strategy;
-    bool use_orig_params, keep_low_precision_grads, skip_writeback_check;
+    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose;
     double predivide, postdivide;
 };
 
@@ -217,6 +218,8 @@ int handle_point_params_at_shard(struct handle *handle);            /* params[i]
 PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple */
 
 /* writeback.c */
+/* With `verbose`, a UserWarning that the user's value of a parameter, or of its gradient, is taken over. 0 or -1 (C-136). */
+int handle_say_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value);
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
 int handle_take_over_params(struct handle *handle);  /* the part of it about original parameters */
