@@ -107,6 +107,7 @@ class Handle:
         use_orig_params: bool,
         keep_low_precision_grads: bool,
         skip_writeback_check: bool,
+        verbose: bool,  # warn of what is taken over and made up; the Unit's module has _log_post_backward()
         predivide: float,
         postdivide: float,
     ) -> None:

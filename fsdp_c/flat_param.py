@@ -187,6 +187,7 @@ class FlatParamHandle(_C.Handle):
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
+        self._debug_level = dist.get_debug_level()
         self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
         self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
         self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
@@ -229,6 +230,7 @@ class FlatParamHandle(_C.Handle):
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,
             skip_writeback_check=self._skip_writeback_check,
+            verbose=self._debug_level == dist.DebugLevel.INFO,
             predivide=predivide,
             postdivide=data_parallel_size / predivide,
         )
@@ -261,6 +263,20 @@ class FlatParamHandle(_C.Handle):
     def point_params_at_shard(self) -> None:
         """Follow the flat parameter to new data, another dtype or another device."""
         self.shard()
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the size of a shard; never under NO_SHARD."""
+        return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
+
+    @property
+    def _skipped_use_sharded_views(self) -> bool:
+        """True between a forward and its backward, where the strategy keeps the modules' views in between (C-091)."""
+        flat_param = self.flat_param
+        if not self._use_orig_params or not self.uses_sharded_strategy or self.training_state != _C.USE_IDLE:
+            return False
+        info = flat_param._param_infos[0]
+        shown = info.module._parameters.get(info.param_name)
+        return shown is not None and not isinstance(shown, nn.Parameter)
 
     @property
     def _uses_param_mixed_precision(self) -> bool:

@@ -1,6 +1,7 @@
 """The public class: checks its arguments, builds one flat parameter, and hands every step to the unit in C."""
 
 import contextlib
+import logging
 import os
 import types
 import weakref
@@ -82,6 +83,8 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+logger = logging.getLogger(__name__)
 
 _HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 
@@ -362,8 +365,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         runtime._forward_prefetch_limit = self._exec_order_data._forward_prefetch_limit
         if self._debug_level == dist.DebugLevel.DETAIL:
             runtime.check_order([_param_names(*unit) for unit in units], self.process_group, self.compute_device)
-        for unit in members:
+        for path, unit in units:
             unit._exec_order_data = runtime
+            if unit._debug_level == dist.DebugLevel.INFO:
+                unit._names_from_root = _param_names(path, unit)
             if unit._handle is not None:
                 unit._handle.describe_storage()
 
@@ -377,6 +382,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         elif self._needs_buffer_dtype_restore_check:
             buffers.cast_for_computation(units_of(self), self.compute_device)
             self._needs_buffer_dtype_restore_check = False
+
+    def _log_post_backward(self) -> None:
+        """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
+        logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
     def _reset_lazy_init(self) -> None:
         """Forget who the root of this unit's tree is; the next forward decides anew."""

@@ -165,6 +165,7 @@ D-002 construction::test_asking_for_the_root_decides_nothing
 D-005 construction::test_units_that_differ_in_a_common_setting_are_refused
 D-007 reason: priorities of CUDA streams; nothing to see on a CPU
 D-008 errors::test_runtime_refuses
+D-020 parity::test_training_equals_torch calls::test_collectives_and_computation_are_in_the_order_of_torch
 D-022 construction::test_lazy_initialisation_casts_buffers_to_the_innermost_dtype
     construction::test_ignored_buffers_are_not_cast
 D-023 parity::test_training_equals_torch
@@ -288,6 +289,7 @@ X-078 reason: gradients are made on the compute device by the handle itself
 X-081 reason: as C-143
 X-083 differences::test_row_13_a_graph_can_be_walked_twice
 X-087 reason: DMP only
+X-116 reason: works: `_unshard` initialises the tree first; test_execution_order.py
 X-104 reason: torch 2.6 only
 X-130 state::test_selection_returns_the_previous_settings_and_warns
 X-131 state::test_config_of_another_type_is_refused

@@ -109,6 +109,7 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
     handle->use_orig_params = spec->use_orig_params;
     handle->keep_low_precision_grads = spec->keep_low_precision_grads;
     handle->skip_writeback_check = spec->skip_writeback_check;
+    handle->verbose = spec->verbose;
     handle->predivide = spec->predivide;
     handle->postdivide = spec->postdivide;
     init_references(handle, spec);

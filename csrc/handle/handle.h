@@ -126,6 +126,7 @@ struct handle {
     bool use_orig_params;
     bool keep_low_precision_grads;
     bool skip_writeback_check;
+    bool verbose;                 /* TORCH_DISTRIBUTED_DEBUG=INFO */
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
     struct collective_group shard_group;
@@ -179,7 +180,7 @@ struct handle_spec {
     PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
     PyObject *wrap_views;       /* or None */
     int strategy;
-    bool use_orig_params, keep_low_precision_grads, skip_writeback_check;
+    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose;
     double predivide, postdivide;
 };
 
@@ -224,6 +225,8 @@ PyObject *handle_local_value(const struct handle *handle, PyObject *value); /* b
 int handle_show_wrapped_grads(struct handle *handle, PyObject *full); /* inside summon: on the Parameters shown there */
 
 /* writeback.c */
+/* With `verbose`, a UserWarning that the user's value of a parameter, or of its gradient, is taken over. 0 or -1 (C-136). */
+int handle_say_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value);
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
 int handle_take_over_params(struct handle *handle);  /* the part of it about original parameters */

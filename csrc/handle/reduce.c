@@ -305,6 +305,8 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
         if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
             return 0;
     }
+    if (handle_say_writeback(handle, param, "Gradient", grad) < 0)
+        return -1;
     PyObject *part = grad_part(handle, flat_grad, param, offset), *done = NULL;
     if (part)
         done =

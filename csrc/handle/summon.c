@@ -176,11 +176,21 @@ static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
     return full;
 }
 
+static int say_zeros(const struct handle *handle) {
+    if (!handle->verbose)
+        return 0;
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "[Rank %lld] Only some but not all ranks have a gradient of unit %S, so that zeros are used "
+        "for those that have none",
+        (long long)handle->layout.rank, handle->name);
+}
+
 /* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New reference. */
 static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
     if (grad != Py_None)
         return Py_NewRef(grad);
-    PyObject *zeros = torch_empty_like(handle->local_shard);
+    PyObject *zeros = say_zeros(handle) < 0 ? NULL : torch_empty_like(handle->local_shard);
     PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
     if (!done || torch_set_foreign_grad(handle->flat_param, zeros) < 0)
         Py_CLEAR(zeros);

@@ -50,6 +50,25 @@ static int check_shape(struct handle *handle, int64_t param, PyObject *value, co
     return refuse_shape(handle, param, value, want);
 }
 
+int handle_say_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value) {
+    if (!handle->verbose)
+        return 0;
+    PyObject *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
+    PyObject *device = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(value, torch_names.device);
+    PyObject *fqn = handle_fqn(handle, param);
+    int result = -1;
+    if (shape && device)
+        result = PyErr_WarnFormat(PyExc_UserWarning, 1,
+                                  "[Rank %lld] %s needs writeback in %s: %S of unit %S, shape=%S device=%S, expected "
+                                  "device=%S",
+                                  (long long)handle->layout.rank, what, training_state_name(handle->training_state),
+                                  fqn, handle->name, shape, device, handle->device);
+    Py_XDECREF(shape);
+    Py_XDECREF(device);
+    Py_DECREF(fqn);
+    return result;
+}
+
 /* `value` is the parameter from now on. */
 static int keep_object(struct handle *handle, int64_t param, PyObject *value) {
     if (PyList_GetItem(handle->params, param) == value)
@@ -95,6 +114,8 @@ static int writeback_param(struct handle *handle, int64_t param) {
     bool same = value == PyList_GetItem(handle->params, param);
     if (same && (view.data == (void *)expected_data(handle, param) || tensor_view_numel(&view) == 0))
         return 0;
+    if (handle_say_writeback(handle, param, "Parameter", value) < 0)
+        return -1;
     if (check_shape(handle, param, value, &view) < 0)
         return -1;
     return take_over(handle, param, value);

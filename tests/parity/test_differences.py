@@ -348,6 +348,41 @@ class Returns(nn.Module):
         return self.returned
 
 
+class Unknown:
+    """An object that holds a tensor, of a class that nobody has told of."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class AroundUnknown(nn.Module):
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        inner = Returns(Unknown)
+        self.inner = inner if which == "plain" else wrap(which, inner)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x).value)
+
+
+@on_ranks(2)
+def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> None:
+    """D-044, X-082: torch puts no hook on it, and the backward reads storage that was freed."""
+
+    def step(which: str) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = wrap(which, AroundUnknown(which))
+        model(batch(rank).requires_grad_()).square().sum().backward()
+        return full_gradients(model)
+
+    torch.manual_seed(3)
+    plain_model = AroundUnknown("plain")
+    sum(plain_model(batch(other)).square().sum() / world_size for other in range(world_size)).backward()
+    assert "storage" in gradients_or_error(lambda: step("torch"))
+    assert_close(step("fsdp_c"), [parameter.grad for parameter in plain_model.parameters()])
+
+
 @pytest.mark.parametrize(
     ("container", "type_of_torch"), [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)]
 )
