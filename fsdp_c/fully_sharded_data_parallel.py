@@ -146,7 +146,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         limit_all_gathers: let at most two units be gathered ahead of the device.
         use_orig_params: show the original parameters (as 1-D parts of the shard) instead of the flat one.
         ignored_states: all modules or all parameters to leave alone.
-        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid strategy.
+        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid strategy. With
+            a slice of a larger mesh (``mesh["dp"]``), parameters may be DTensors on another dimension of that
+            (``parallelize_module(module, mesh["tp"], plan)``): their local parts are sharded, and shown as DTensors.
 
     Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for parameters on
     more than one device. A unit cannot be copied or pickled.

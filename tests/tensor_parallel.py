@@ -64,6 +64,12 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
 
+@functools.cache
+def hybrid_mesh() -> DeviceMesh:
+    """Two replicas of one data parallel rank of a tensor parallel pair."""
+    return init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+
+
 def parallelized(model: Language, plan: str) -> Language:
     """``model`` with the plan "mlp" (layers only) or "sequence" (all of it; activations sharded between the layers)."""
     return parallelize_module(model, mesh()["tp"], mlp_plan() if plan == "mlp" else sequence_plan())

@@ -276,6 +276,30 @@ def test_tied_parameter_stays_tied(rank: int, world_size: int, use_orig_params: 
     assert_close(dict(reference.named_parameters()), full_params(model))
 
 
+@both_views
+@on_ranks(4)
+def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Three dimensions: two replicas, of one data parallel rank each (parity 1), of tensor parallel pairs."""
+    mesh = tp.hybrid_mesh()
+    module = parallelize_module(plain(), mesh["tp"], tp.sequence_plan())
+    model = wrap(
+        module,
+        device_mesh=mesh["replicate", "shard"],
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=use_orig_params,
+    )
+    reference = plain()
+    loss_of(model, rank // 2).backward()
+    reference_backward(reference)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01), expected)
+    for one in (model, reference):
+        torch.optim.SGD(one.parameters(), lr=50.0).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
 # ------------------------------------------------------------------ clipping
 
 
