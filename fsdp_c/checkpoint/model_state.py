@@ -129,5 +129,5 @@ def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:
     """Hand modules' own state, by name, to the modules."""
     for path, module in model.named_modules(remove_duplicate=False):
         name = (clean_name(f"{path}.") if path else "") + EXTRA_STATE
-        if name in values:
+        if name in values and type(module).set_extra_state is not nn.Module.set_extra_state:
             module.set_extra_state(values[name])

@@ -274,15 +274,21 @@ class OptimTarget:
             fqns = [fqn for _, known in params for fqn in known.fqns]
             matching = [by_fqn.get(fqn) for fqn in fqns]
             if None in matching or any(each != matching[0] for each in matching):
-                lacking = [fqn for fqn, each in zip(fqns, matching, strict=True) if each is None]
+                odd = [fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]]
                 raise ValueError(
-                    f"{self.checkpoint.folder}: group {index} of the optimizer is not one of those saved: "
-                    + (f"nothing was saved of {lacking[:8]}" if lacking else "its parameters were in several")
+                    f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that were not saved, or "
+                    f"in another group than {fqns[0]}: {odd[:8]}; make the groups as they were saved "
+                    "(a flat parameter is in one group: with several, load with use_orig_params=True)"
                 )
             if matching:
                 yield group, {name: value for name, value in matching[0].items() if name != "params"}
 
     # ------------------------------------------------------------- taking over
+
+    def check(self) -> None:
+        """Once objects have been read, and no tensor: raise ValueError for other groups."""
+        for _ in self._groups():
+            pass
 
     def apply(self) -> None:
         """Once everything has been read: the optimizer has the state that was saved, and no other."""

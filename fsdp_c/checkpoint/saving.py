@@ -54,17 +54,17 @@ def save(
     path, ranks = Path(os.path.abspath(path)), _Ranks(process_group)
     temporary: Path | None = None
 
-    def prepare() -> tuple[dict[str, Any], Path | None]:
+    def prepare() -> dict[str, Any]:
+        nonlocal temporary
         state = _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
         check_target(path)
-        return state, make_temporary(path) if ranks.is_first else None
+        temporary = make_temporary(path) if ranks.is_first else None
+        return state
 
-    (state, _), told = ranks.agree(f"saving {path}", prepare, lambda result: result[1])
-    temporary = told[0]
-    assert temporary is not None
     try:
+        state, told = ranks.agree(f"saving {path}", prepare, lambda _: temporary)
         with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
-            writer = Writer(temporary, path, report)
+            writer = Writer(told[0], path, report)
             planner = _SavePlanner(set_total)
             dcp.save(
                 state,
@@ -74,13 +74,10 @@ def save(
                 no_dist=not ranks.is_distributed,
             )
     except CheckpointException as failure:
-        if ranks.is_first:
-            discard(temporary)
         raise _error(f"saving {path}", {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
-    except BaseException:
-        if ranks.is_first:
-            discard(temporary)
-        raise
+    finally:
+        if temporary is not None:
+            discard(temporary)  # it is there after a failure only
 
 
 def load(
@@ -131,9 +128,10 @@ class _Ranks:
             told = tell(result)
         except Exception as caught:
             error = caught
-        everything = self._exchange((error and _text(error), told))
-        errors = {rank: text for rank, (text, _) in enumerate(everything) if text}
-        if error is not None and set(errors.values()) == {_text(error)} and len(errors) == len(everything):
+        everything = self._exchange((error and (type(error).__name__, _text(error)), told))
+        errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
+        kinds = [failed[0] if failed else None for failed, _ in everything]
+        if error is not None and kinds == [type(error).__name__] * len(kinds):
             raise error  # everybody's mistake: it is the caller's
         if errors:
             raise _error(what, errors) from error
@@ -264,12 +262,14 @@ class _Loading:
 
     @torch.no_grad()
     def run(self, progress: bool) -> dict[str, Any]:
+        if self.optim is not None:
+            self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
+            self.optim.check()
         with progress_bar("loading", progress) as (report, set_total):
             items = [item for each in self.items.values() for item in each if item.lengths.numel()]
             set_total(sum(item.lengths.numel() * self.targets[item.dest_index.fqn].itemsize for item in items))
             Reader(self.checkpoint, report).read(items, self._memory)
         if self.optim is not None:
-            self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
             self.optim.apply()
         show_loaded(self.model)
         own = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}

@@ -54,6 +54,9 @@ class RangeTensor(Tensor):
         if func in moves and isinstance(args[0], cls):
             value = args[0]
             return cls(func(value.local, *args[1:], **(kwargs or {})), value.shape, value.start, value.order)
+        if func is aten.new_empty.default:
+            empty = args[0].local.new_empty(args[0].local.shape, **(kwargs or {}))
+            return cls(empty, args[1], args[0].start, args[0].order)
         if func is aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
             args[0].local.copy_(args[1].local, **(kwargs or {}))
             return args[0]
