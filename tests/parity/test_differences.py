@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
@@ -415,6 +416,75 @@ def test_row_16_a_packed_sequence_is_cast(rank: int, world_size: int) -> None:
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         run("torch")
     assert run("fsdp_c").dtype == torch.bfloat16
+
+
+def adam_trained(which: str, rank: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = per_block(which, **arguments)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for index in range(2):
+        model(batch(rank, index)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole_optim_state(model: Any, optimizer: torch.optim.Optimizer, offload: bool) -> dict[str, dict[str, Tensor]]:
+    config = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=offload)
+    with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+        return type(model).optim_state_dict(model, optimizer)["state"]
+
+
+@on_ranks(2)
+def test_row_6_offloaded_optimizer_state_is_what_it_is(rank: int, world_size: int) -> None:
+    """On a CPU device torch's exp_avg is its exp_avg_sq, without a word."""
+    for which in BOTH:
+        model, optimizer = adam_trained(which, rank)
+        offloaded, live = (whole_optim_state(model, optimizer, offload) for offload in (True, False))
+        right = all(torch.equal(offloaded[name]["exp_avg"], live[name]["exp_avg"]) for name in live)
+        confused = all(torch.equal(state["exp_avg"], state["exp_avg_sq"]) for state in offloaded.values())
+        assert (right, confused) == ((True, False) if which == "fsdp_c" else (False, True))
+
+
+@on_ranks(2)
+def test_row_10_local_state_dict_with_original_parameters_loads(rank: int, world_size: int) -> None:
+    for which in BOTH:
+        model = per_block(which)
+        with type(model).state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+            state = model.state_dict()
+            if which == "torch":
+                with pytest.raises(RuntimeError, match="Unexpected key.*_flat_param"):
+                    model.load_state_dict(state)
+            else:
+                assert model.load_state_dict(state).missing_keys == []
+
+
+@on_ranks(2)
+def test_row_23_each_parameter_has_a_step_of_its_own(rank: int, world_size: int) -> None:
+    """Loaded with original parameters, a step that is shared is counted once per parameter."""
+    steps = {}
+    for which in BOTH:
+        state = whole_optim_state(*adam_trained(which, rank, use_orig_params=False), offload=False)
+        model = per_block(which)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
+        with type(model).state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, None, FullOptimStateDictConfig(rank0_only=False)
+        ):
+            optimizer.load_state_dict(
+                type(model).optim_state_dict_to_load(
+                    model, optimizer, {"state": state, "param_groups": optimizer_groups(model)}
+                )
+            )
+        model(batch(rank)).square().mean().backward()
+        optimizer.step()
+        steps[which] = {float(one["step"]) for one in optimizer.state.values()}
+    assert steps["fsdp_c"] == {3.0}
+    assert max(steps["torch"]) > 3.0
+
+
+def optimizer_groups(model: Any) -> list[dict[str, Any]]:
+    groups = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False).state_dict()["param_groups"]
+    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
+    return [{**group, "params": names} for group in groups]
 
 
 @on_ranks(2)
