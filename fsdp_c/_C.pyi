@@ -119,7 +119,6 @@ class Handle:
     layout: FlatLayout
     param_state: int
     training_state: int
-    needs_unshard: bool
     unsharded_nbytes: int  # bytes of unsharded parameter storage alive now
     local_shard: Tensor | None  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
     padded_unsharded_flat_param: Tensor | None  # 1-D, compute dtype; its storage is there only while unsharded
@@ -132,6 +131,14 @@ class Handle:
     def unshard(self) -> None:
         """Gather the parameters in compute dtype and wait; a no-op unless sharded. Collective. The modules' parameters
         stay as they are."""
+    def needs_unshard(self) -> bool:
+        """Whether the strategy shards, and nothing is gathered or being gathered."""
+    def _alloc_padded_unsharded_flat_param(self) -> Tensor:
+        """First step of an ``unshard`` that outside code does itself: take over the user's edits, allocate."""
+    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor, /) -> Tensor:
+        """Second: gather into what the first has returned. Collective. ValueError for another tensor."""
+    def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor, /) -> None:
+        """Third: wait, and let ``flat_param`` show the whole. A no-op when it does. Under NO_SHARD the only step."""
     def reshard(self, free_storage: bool, /) -> None:
         """``flat_param`` shows the shard again; ``free_storage`` frees the unsharded storage. A no-op when sharded."""
     def set_comm_hook(
@@ -192,6 +199,9 @@ class Unit:
         no-op before lazy init; RuntimeError inside summon_full_params."""
     def wait_unsharded(self) -> None:
         """Wait for ``unshard``."""
+    def post_backward_reshard(self) -> None:
+        """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code that
+        takes the place of ``_runtime_utils._post_backward_reshard``."""
     def set_summoning(self, summoning: bool, /) -> None:
         """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
 
@@ -216,6 +226,10 @@ class Runtime:
         """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
+
+def replace(name: str, function: Callable[..., Any] | None, /) -> None:
+    """Call ``function`` on the way of a step in the place of ``FlatParamHandle.unshard`` (name "unshard"), or of what
+    ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is not called."""
 
 def live_unsharded_nbytes() -> int:
     """Bytes of unsharded parameter storage alive in this process, over all handles."""

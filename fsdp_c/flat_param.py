@@ -145,7 +145,23 @@ def _check_params(params: Sequence[nn.Parameter], fqns: Sequence[str], use_orig_
             )
 
 
-class FlatParamHandle(_C.Handle):
+class _Watched(type):
+    """A class that tells the runtime what is put in the place of ``unshard``, which it calls then (H-016)."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        cls._note(name)
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        cls._note(name)
+
+    def _note(cls, name: str) -> None:
+        if name == "unshard" and cls.__base__ is _C.Handle:
+            _C.replace(name, None if cls.unshard is _C.Handle.unshard else cls.unshard)  # type: ignore[attr-defined]
+
+
+class FlatParamHandle(_C.Handle, metaclass=_Watched):
     """One flat parameter: built here, run in C.
 
     Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is

@@ -210,6 +210,9 @@ int handle_lazy_init(struct handle *handle);  /* storage, views and dtypes, afte
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int handle_reshard(struct handle *handle, bool free_storage);
+int handle_alloc_unsharded(
+    struct handle *handle); /* the storage alone, for a caller who gathers in steps; SHARDED stays */
+void handle_free_unshard(struct handle *handle); /* what a gather that failed has left; an exception stays set */
 bool handle_reshards_after_forward(const struct handle *handle);
 int64_t handle_unsharded_nbytes(const struct handle *handle);
 

@@ -138,14 +138,26 @@ static int enqueue_gather(struct handle *handle) {
     return handle->unshard_work ? 0 : -1;
 }
 
-/* The all-gather failed: nothing of it stays allocated. The exception stays set. */
-static int free_after_failure(struct handle *handle) {
+/* The all-gather failed: nothing of it stays allocated. */
+void handle_free_unshard(struct handle *handle) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    buffer_free(&handle->form->full);
-    buffer_free(&handle->form->low_precision_shard);
+    if (!handle->form->is_local)
+        buffer_free(&handle->form->full);
+    if (handle->form->low_precision_shard.tensor)
+        buffer_free(&handle->form->low_precision_shard);
     PyErr_Restore(type, value, traceback);
+}
+
+static int free_after_failure(struct handle *handle) {
+    handle_free_unshard(handle);
     return -1;
+}
+
+int handle_alloc_unsharded(struct handle *handle) {
+    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+        return -1;
+    return handle->form->is_local ? 0 : buffer_alloc(&handle->form->full);
 }
 
 int handle_unshard_enqueue(struct handle *handle) {

@@ -173,6 +173,45 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
     return none_or_error(handle_unshard_wait(handle));
 }
 
+/* The steps of unshard, under upstream's names: for code that takes its place (H-017). */
+
+static PyObject *padded_unsharded(struct handle *handle) {
+    return Py_NewRef(handle->form->is_local ? handle->local_shard : handle->form->full.tensor);
+}
+
+static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
+    struct handle *handle = ready(self);
+    (void)unused;
+    return handle && handle_alloc_unsharded(handle) == 0 ? padded_unsharded(handle) : NULL;
+}
+
+static PyObject *all_gather(PyObject *self, PyObject *tensor) {
+    struct handle *handle = ready(self);
+    PyObject *full = handle && handle_unshard_enqueue(handle) == 0 ? padded_unsharded(handle) : NULL;
+    if (full && full != tensor) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "rank %lld, unit %S: parameters are gathered into what _alloc_padded_unsharded_flat_param returned",
+            (long long)handle->layout.rank, handle->name);
+        Py_CLEAR(full);
+    }
+    return full;
+}
+
+/* Without sharding there is nothing to gather, and this is the only step. */
+static PyObject *use_unsharded(PyObject *self, PyObject *unused) {
+    struct handle *handle = ready(self);
+    (void)unused;
+    if (!handle || (!handle->sharded && handle_unshard_enqueue(handle) < 0))
+        return NULL;
+    return none_or_error(handle_unshard_wait(handle));
+}
+
+static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return PyBool_FromLong(inside(self)->sharded && inside(self)->param_state == PARAM_SHARDED);
+}
+
 static PyObject *reshard(PyObject *self, PyObject *free_storage) {
     int wanted = PyObject_IsTrue(free_storage);
     return none_or_error(wanted < 0 ? -1 : handle_reshard(inside(self), wanted));
@@ -207,6 +246,10 @@ static PyMethodDef methods[] = {
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},
     {"unshard", unshard, METH_NOARGS, NULL},
+    {"needs_unshard", needs_unshard, METH_NOARGS, NULL},
+    {"_alloc_padded_unsharded_flat_param", alloc_unsharded, METH_NOARGS, NULL},
+    {"_all_gather_flat_param", all_gather, METH_O, NULL},
+    {"_use_unsharded_flat_param", use_unsharded, METH_O, NULL},
     {"reshard", reshard, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -235,11 +278,6 @@ static PyObject *get_training_state(PyObject *self, void *unused) {
     return PyLong_FromLong(inside(self)->training_state);
 }
 
-static PyObject *get_needs_unshard(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(inside(self)->sharded && inside(self)->param_state == PARAM_SHARDED);
-}
-
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
     (void)unused;
     return PyLong_FromLongLong(handle_unsharded_nbytes(inside(self)));
@@ -254,9 +292,7 @@ static PyObject *get_local_shard(PyObject *self, void *unused) {
 static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
     struct handle *handle = ready(self);
     (void)unused;
-    if (!handle)
-        return NULL;
-    return Py_NewRef(handle->form->is_local ? handle->local_shard : handle->form->full.tensor);
+    return handle ? padded_unsharded(handle) : NULL;
 }
 
 static PyObject *get_op_id(PyObject *self, void *unused) {
@@ -302,7 +338,6 @@ static PyGetSetDef attributes[] = {
     {"layout", get_layout, NULL, NULL, NULL},
     {"param_state", get_param_state, NULL, NULL, NULL},
     {"training_state", get_training_state, NULL, NULL, NULL},
-    {"needs_unshard", get_needs_unshard, NULL, NULL, NULL},
     {"unsharded_nbytes", get_unsharded_nbytes, NULL, NULL, NULL},
     {"local_shard", get_local_shard, NULL, NULL, NULL},
     {"padded_unsharded_flat_param", get_padded_unsharded, NULL, NULL, NULL},

@@ -4,6 +4,7 @@
 #include "python/layout_type.h"
 #include "python/types.h"
 #include "runtime/hook.h"
+#include "runtime/replaced.h"
 #include "torch/buffer.h"
 #include "torch/names.h"
 #include "torch/ops.h"
@@ -26,7 +27,15 @@ static PyObject *peak_unsharded_nbytes(PyObject *self, PyObject *args, PyObject 
     return PyLong_FromLongLong(buffer_peak_nbytes(reset));
 }
 
+static PyObject *replace(PyObject *self, PyObject *args) {
+    const char *name;
+    PyObject *function;
+    (void)self;
+    return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(replaced_set(name, function)) : NULL;
+}
+
 static PyMethodDef functions[] = {
+    {"replace", replace, METH_VARARGS, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},
     {NULL, NULL, 0, NULL},

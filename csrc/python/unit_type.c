@@ -102,7 +102,14 @@ static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
     return none_or_error(unit_wait_unsharded(inside(self)));
 }
 
+static PyObject *post_backward_reshard(PyObject *self, PyObject *unused) {
+    struct unit *unit = inside(self);
+    (void)unused;
+    return none_or_error(unit->handle && unit->runtime ? unit_post_backward_reshard(unit) : 0);
+}
+
 static PyMethodDef methods[] = {
+    {"post_backward_reshard", post_backward_reshard, METH_NOARGS, NULL},
     {"unshard", unshard, METH_NOARGS, NULL},
     {"wait_unsharded", wait_unsharded, METH_NOARGS, NULL},
     {"set_summoning", set_summoning, METH_O, NULL},

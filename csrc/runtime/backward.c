@@ -1,4 +1,5 @@
 /* A unit in backward: what its hooks do (D-050 to D-088). */
+#include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 #include "torch/profile.h"
@@ -75,20 +76,27 @@ static int prefetch_after_backward(struct unit *unit) {
     return result;
 }
 
+int unit_post_backward_reshard(struct unit *unit) {
+    return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
+}
+
+static int free_and_prefetch(struct unit *unit) {
+    return replaced[REPLACED_POST_BACKWARD_RESHARD] ? replaced_post_backward_reshard(unit)
+                                                    : unit_post_backward_reshard(unit);
+}
+
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || handle_pack(unit->handle) < 0)
         return -1;
-    if (reshard_in_backward(unit) < 0 || prefetch_after_backward(unit) < 0)
+    if (free_and_prefetch(unit) < 0)
         return -1;
     runtime->reducing = unit;
     return schedule_reduce(unit);
 }
 
 static int keep_unsharded(struct unit *unit) {
-    if (handle_accumulate_unsharded(unit->handle) < 0)
-        return -1;
-    return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
+    return handle_accumulate_unsharded(unit->handle) < 0 ? -1 : free_and_prefetch(unit);
 }
 
 static int post_backward(struct unit *unit) {
@@ -130,7 +138,7 @@ int unit_reshard_only(struct unit *unit) {
     PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook_reshard_only");
     int result = handle_set_training_state(unit->handle, USE_BACKWARD_POST);
     if (!result)
-        result = reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
+        result = free_and_prefetch(unit);
     profile_end(range);
     return result;
 }

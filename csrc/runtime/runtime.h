@@ -86,7 +86,8 @@ int unit_is_training(const struct unit *unit); /* is the wrapped module in train
 /* backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. */
 int unit_pre_backward(struct unit *unit);
 int unit_post_backward(struct unit *unit);
-int unit_reshard_only(struct unit *unit); /* a frozen unit whose inputs have their gradients */
+int unit_post_backward_reshard(struct unit *unit); /* after its gradients were packed: free, and prefetch */
+int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
 
 /* node.c: the autograd function of [Note: one node per unit]. */
 int node_init(void);

@@ -1,5 +1,6 @@
 #include "runtime/schedule.h"
 
+#include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "torch/profile.h"
 
@@ -61,7 +62,7 @@ int schedule_unshard(struct unit *unit) {
         return -1;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
-    int result = handle_unshard_enqueue(unit->handle);
+    int result = replaced[REPLACED_UNSHARD] ? replaced_unshard(unit) : handle_unshard_enqueue(unit->handle);
     if (!result)
         result = stream_record(streams, STREAM_UNSHARD, &unit->gathered);
     return stream_leave(streams) < 0 ? -1 : result;
@@ -77,6 +78,8 @@ int schedule_wait_unsharded(struct unit *unit) {
 int schedule_reshard(struct unit *unit, bool free_storage) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool held = unit->handle->param_state != PARAM_SHARDED;
+    if (replaced[REPLACED_RESHARD] && replaced_reshard(unit, free_storage) < 0)
+        return -1;
     if (handle_reshard(unit->handle, free_storage) < 0)
         return -1;
     if (!held || !free_storage)

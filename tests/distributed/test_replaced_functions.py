@@ -1,0 +1,149 @@
+"""Private functions that outside code puts its own in the place of: they are called, and training stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import _C, _runtime_utils
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.flat_param import FlatParamHandle
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+
+STEPS = 2
+UNITS = 4
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+
+
+def trained(rank: int, strategy: str, use_orig_params: bool) -> list[Tensor]:
+    """Losses of a few steps and the parameters after them."""
+    torch.manual_seed(5)
+    model = FSDP(
+        Net(),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    record = []
+    for step in range(STEPS):
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        record.append(loss.detach())
+    return record + [param.detach().clone() for param in model.parameters()]
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def in_steps(calls: list[str]) -> Callable[[Any], None]:
+    """What composer puts in the place of unshard: all ranks agree that the allocation worked before they gather."""
+
+    def unshard(handle: Any) -> None:
+        if not handle.needs_unshard():
+            whole = handle._get_padded_unsharded_flat_param() if handle.uses_sharded_strategy else handle.flat_param
+            handle._use_unsharded_flat_param(whole)
+            return
+        calls.append(handle.name)
+        padded = handle._alloc_padded_unsharded_flat_param()
+        failed = torch.zeros(1)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        padded = handle._all_gather_flat_param(padded)
+        handle._use_unsharded_flat_param(padded)
+
+    return unshard
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_replaced_unshard_is_called_for_every_gather(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:  # H-016, H-017, J-007
+    expected = trained(rank, strategy, use_orig_params)
+    calls: list[str] = []
+    with mock.patch.object(FlatParamHandle, "unshard", in_steps(calls)):
+        assert_same(trained(rank, strategy, use_orig_params), expected)
+    gathers = {"FULL_SHARD": 2 * UNITS - 1, "SHARD_GRAD_OP": UNITS, "NO_SHARD": 0}[strategy]  # the root stays gathered
+    assert len(calls) == STEPS * gathers
+    assert_same(trained(rank, strategy, use_orig_params), expected)
+    assert len(calls) == STEPS * gathers
+
+
+@on_ranks(2)
+def test_unshard_that_wraps_the_original_is_called(rank: int, world_size: int) -> None:
+    expected, calls, original = trained(rank, "FULL_SHARD", True), [], FlatParamHandle.unshard
+
+    def unshard(handle: Any) -> None:
+        calls.append(handle.name)
+        original(handle)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FlatParamHandle, "unshard", unshard)
+        assert_same(trained(rank, "FULL_SHARD", True), expected)
+    assert len(calls) == STEPS * (2 * UNITS - 1)
+
+
+@on_ranks(2)
+def test_unshard_that_does_nothing_or_raises_leaves_nothing_allocated(rank: int, world_size: int) -> None:
+    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))
+    x = torch.ones(2, WIDTH)
+    with mock.patch.object(FlatParamHandle, "unshard", lambda handle: None):
+        with pytest.raises(RuntimeError, match=f"rank {rank}, unit Linear: .* has not gathered"):
+            model(x)
+
+    def fails(handle: Any) -> None:
+        handle._alloc_padded_unsharded_flat_param()
+        raise MemoryError("planted")
+
+    with mock.patch.object(FlatParamHandle, "unshard", fails), pytest.raises(MemoryError, match="planted"):
+        model(x)
+    assert model._handle.unsharded_nbytes == 0
+    with pytest.raises(ValueError, match="_alloc_padded_unsharded_flat_param"):
+        model._handle._all_gather_flat_param(torch.empty(1))
+    model._handle.reshard(True)
+    model(x)
+
+
+@pytest.mark.parametrize("name", ["_reshard", "_post_backward_reshard"])
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_replaced_reshard_is_called(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, name: str
+) -> None:  # H-025, J-021
+    expected = trained(rank, strategy, use_orig_params)
+    original, calls = getattr(_runtime_utils, name), []
+
+    def wrapper(state: Any, handle: Any, *rest: Any) -> None:
+        assert state._handle is handle and (rest in ((True,), (False,)) if name == "_reshard" else not rest)
+        calls.append(handle)
+        original(state, handle, *rest)
+
+    with mock.patch.object(_runtime_utils, name, wrapper):
+        assert_same(trained(rank, strategy, use_orig_params), expected)
+    assert len(set(calls)) == UNITS
+    assert len(calls) >= STEPS * UNITS * (2 if name == "_reshard" else 1)
+    count = len(calls)
+    assert_same(trained(rank, strategy, use_orig_params), expected)
+    assert len(calls) == count
+
+
+def test_names_that_the_runtime_does_not_call_are_refused() -> None:
+    with pytest.raises(ValueError, match="_wait_for_computation_stream"):
+        _C.replace("_wait_for_computation_stream", print)
