@@ -113,10 +113,12 @@ class Handle:
         reduce_dtype: torch.dtype | None,
         name: str,
         flat_param_owner: dict[str, Any] | None,  # the ``_parameters`` where "_flat_param" is registered
+        wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,  # what the modules show for the views
         strategy: int,
         use_orig_params: bool,
         keep_low_precision_grads: bool,
         skip_writeback_check: bool,
+        verbose: bool,  # warn of what is taken over and made up; the Unit's module has _log_post_backward()
         predivide: float,
         postdivide: float,
     ) -> None:
@@ -185,6 +187,7 @@ class Unit:
         backward_prefetch: int,  # 0 none, 1 BACKWARD_PRE, 2 BACKWARD_POST
         forward_prefetch: bool,
         limit_all_gathers: bool,
+        full_precision_in_eval: bool,  # forward calls its _cast_buffers_for_mode() when it is the root
     ) -> None:
         """RuntimeError when called twice on one object."""
     handle: Handle | None

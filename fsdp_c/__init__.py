@@ -22,6 +22,7 @@ from fsdp_c.api import (
 )
 from fsdp_c.flat_param import FlatParameter as FlatParameter
 from fsdp_c.forward_methods import register_forward_method as register_forward_method
+from fsdp_c.full_params import iter_full_params as iter_full_params
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.interop import install as install
 from fsdp_c.interop import is_installed as is_installed

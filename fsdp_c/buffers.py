@@ -1,4 +1,7 @@
-"""Buffers are not sharded; with buffer mixed precision they are cast once, at lazy initialisation."""
+"""Buffers are not sharded; with buffer mixed precision they are cast once, at lazy initialisation.
+
+With FSDP_USE_FULL_PREC_IN_EVAL they are cast back for a forward in eval mode, and again for the next one in training.
+"""
 
 from collections.abc import Iterable
 
@@ -34,3 +37,10 @@ def cast_for_computation(units: Iterable[nn.Module], device: torch.device) -> No
             buffer.data = buffer.to(
                 device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
             )
+
+
+def cast_back(root: nn.Module) -> None:
+    """Give the buffers below ``root`` their original dtypes; values rounded by an earlier cast stay so."""
+    dtypes = root._buffer_name_to_orig_dtype
+    for name, buffer in root.named_buffers():
+        buffer.data = buffer.to(dtype=dtypes.get(clean_name(name)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fsdp_c.tensor_parallel import full_shape
 from fsdp_c.traversal import clean_name
 
 _ABSENT = object()
@@ -20,7 +22,7 @@ class ManagedParam(NamedTuple):
     module: torch.nn.Module  # the module that owns it
     name: str  # its attribute there
     fqn: str  # relative to the unit, wrapper segments removed
-    shape: torch.Size  # unsharded
+    shape: torch.Size  # unsharded, over the tensor parallel mesh too
     index: int  # in the flat parameter; names of a shared parameter have one
 
 
@@ -35,8 +37,10 @@ def managed_params(handle: Any) -> list[ManagedParam]:
 
 def _managed_params(flat_param: Any) -> list[ManagedParam]:
     params = [
-        ManagedParam(info.module, info.param_name, _fqn(info), torch.Size(shape), index)
-        for index, (info, shape) in enumerate(zip(flat_param._param_infos, flat_param._shapes, strict=True))
+        ManagedParam(info.module, info.param_name, _fqn(info), full_shape(extension, shape), index)
+        for index, (info, shape, extension) in enumerate(
+            zip(flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True)
+        )
     ]
     primary = {(param.module, param.name): param for param in params}
     for info in flat_param._shared_param_infos:
@@ -73,15 +77,27 @@ def _put_back(mapping: dict[str, Any], name: str, value: Any) -> None:
 def bound_runtime(fsdp_module: Any) -> Iterator[None]:
     """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
 
-    A state dict or a look at the parameters must not decide which unit is the root.
+    A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need take one.
     """
     unbound = fsdp_module._unit.runtime is None
-    fsdp_module._lazy_init()
+    fsdp_module._lazy_init(alone=True)
     try:
         yield
     finally:
         if unbound:
             fsdp_module._unit.runtime.release()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without garbage collection: a state dict is thousands of objects at once, none of them garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def synchronize(device: torch.device) -> None:

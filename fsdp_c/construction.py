@@ -220,6 +220,11 @@ def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGr
             f"hybrid sharding without groups needs nodes of equal size, but {world.size()} ranks do not fill nodes of "
             f"{ranks_per_node}; pass process_group as a (shard, replicate) pair or a 2-D device_mesh"
         )
+    return groups_of_nodes(world, ranks_per_node)
+
+
+def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGroups:
+    """Nodes of consecutive ranks. Collective over all ranks."""
     shard, _ = dist.new_subgroups(ranks_per_node)
     backend = dist.get_backend(world)
     replicas = [

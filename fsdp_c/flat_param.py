@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
-from fsdp_c import _C
+from fsdp_c import _C, tensor_parallel
 from fsdp_c.construction import predivide_factor
 from fsdp_c.traversal import ParamInfo, Subtree, joined, unwrapped
 
@@ -174,6 +174,7 @@ class FlatParamHandle(_C.Handle):
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
         found = _Occurrences(tree or Subtree(fully_sharded_module), params)
         _check_params(found.params, found.fqns, use_orig_params)
+        extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
         self._fully_sharded_module = fully_sharded_module
         self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
         self.uses_sharded_strategy = self._sharding_strategy != HandleShardingStrategy.NO_SHARD
@@ -186,11 +187,12 @@ class FlatParamHandle(_C.Handle):
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
+        self._debug_level = dist.get_debug_level()
+        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
         self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
         self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
-        self._orig_param_dtype = found.params[0].dtype
-        self._fwd_bwd_param_dtype = mp_param_dtype or self._orig_param_dtype
-        self._reduce_dtype = mp_reduce_dtype or self._fwd_bwd_param_dtype
+        self._mixed_precision_dtypes = (mp_param_dtype, mp_reduce_dtype)
+        self._follow_dtype(found.params[0].dtype)
         self._aligned_numel = ALIGNMENT_NBYTES // self._fwd_bwd_param_dtype.itemsize if use_orig_params else 0
         layout = _C.FlatLayout(
             [param.numel() for param in found.params],
@@ -204,7 +206,7 @@ class FlatParamHandle(_C.Handle):
         contiguities = [_is_truly_contiguous(*each) for each in zip(found.params, strides, strict=True)]
         requires_grad = any(param.requires_grad for param in found.params)
         flat_param = FlatParameter(_own_part(found.params, layout), requires_grad)
-        _describe(flat_param, found, layout, shapes, strides, contiguities, use_orig_params)
+        _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = predivide_factor(data_parallel_size)
         super().__init__(
@@ -223,10 +225,12 @@ class FlatParamHandle(_C.Handle):
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
             name=type(fully_sharded_module).__name__,
             flat_param_owner=unwrapped(fully_sharded_module)._parameters,
+            wrap_views=tensor_parallel.views_wrapper(extensions, fsdp_extension),
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
             keep_low_precision_grads=keep_low_precision_grads,
             skip_writeback_check=self._skip_writeback_check,
+            verbose=self._debug_level == dist.DebugLevel.INFO,
             predivide=predivide,
             postdivide=data_parallel_size / predivide,
         )
@@ -243,14 +247,53 @@ class FlatParamHandle(_C.Handle):
     def describe_storage(self) -> None:
         """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023, B-024)."""
         flat_param = self.flat_param
+        self._follow_dtype(flat_param.dtype)
         flat_param._local_shard = self.local_shard
         if self.uses_sharded_strategy:
             flat_param._full_param_padded = self.padded_unsharded_flat_param
             flat_param._padded_unsharded_size = torch.Size((self.layout.padded_numel,))
 
+    def _follow_dtype(self, dtype: torch.dtype) -> None:
+        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` may have changed (C-018)."""
+        param_dtype, reduce_dtype = self._mixed_precision_dtypes
+        self._orig_param_dtype = dtype
+        self._fwd_bwd_param_dtype = param_dtype or dtype
+        self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
+
     def point_params_at_shard(self) -> None:
         """Follow the flat parameter to new data, another dtype or another device."""
         self.shard()
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the size of a shard; never under NO_SHARD."""
+        return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
+
+    @property
+    def _skipped_use_sharded_views(self) -> bool:
+        """True between a forward and its backward, where the strategy keeps the modules' views in between (C-091)."""
+        flat_param = self.flat_param
+        if not self._use_orig_params or not self.uses_sharded_strategy or self.training_state != _C.USE_IDLE:
+            return False
+        info = flat_param._param_infos[0]
+        shown = info.module._parameters.get(info.param_name)
+        return shown is not None and not isinstance(shown, nn.Parameter)
+
+    @property
+    def _uses_param_mixed_precision(self) -> bool:
+        return self._fwd_bwd_param_dtype != self._orig_param_dtype
+
+    @property
+    def _uses_reduce_mixed_precision(self) -> bool:
+        return self._reduce_dtype != self._orig_param_dtype
+
+    @property
+    def _force_full_precision(self) -> bool:
+        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is asked for
+        by FSDP_USE_FULL_PREC_IN_EVAL."""
+        if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
+            return False
+        in_eval = self._use_full_prec_in_eval and not self._fully_sharded_module.training
+        return in_eval or self.training_state == _C.USE_SUMMON_FULL_PARAMS
 
     @property
     def _has_optim_in_backward(self) -> bool:
@@ -272,6 +315,25 @@ class FlatParamHandle(_C.Handle):
         flat_param = self.flat_param
         infos = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)
         return [fqn for fqn, info in infos if info.in_shard]
+
+    def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
+        """One 1-D tensor of ``tensors``, of one dtype, in their memory order; padded as parameters are (C-016).
+
+        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not fit.
+        """
+        if not tensors:
+            raise ValueError("Expects non-empty `tensors`")
+        if aligned_numel < 0:
+            raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
+        _check_params(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
+        numels = [tensor.numel() for tensor in tensors]
+        return _own_part(tensors, _C.FlatLayout(numels, aligned_numel, self.world_size, self.rank, False))
+
+    def flatten_tensors_into_flat_param(
+        self, tensors: Sequence[torch.Tensor], aligned_numel: int, requires_grad: bool
+    ) -> FlatParameter:
+        """``flatten_tensors`` as a new flat parameter, without metadata."""
+        return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
 
     def _get_padded_unsharded_flat_param(self) -> torch.Tensor:
         return self.padded_unsharded_flat_param
@@ -397,6 +459,7 @@ def _describe(
     shapes: list[torch.Size],
     strides: list[tuple[int, ...]],
     contiguities: list[bool],
+    extensions: list[Any],
     use_orig_params: bool,
 ) -> None:
     """Give ``flat_param`` the attributes outside code reads (B-010 to B-034)."""
@@ -409,7 +472,7 @@ def _describe(
         _strides=strides,
         _contiguities=contiguities,
         _fqns=found.fqns,
-        _param_extensions=[None] * num_params,
+        _param_extensions=extensions,
         _numels=layout.param_numels,
         _numels_with_padding=layout.numels_with_padding,
         _is_padding_mask=list(layout.is_padding_mask),

@@ -1,7 +1,9 @@
 """The public class: checks its arguments, builds one flat parameter, and hands every step to the unit in C."""
 
 import contextlib
+import logging
 import os
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
@@ -9,11 +11,25 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms._comm_hooks.default_hooks import (
+    DefaultState,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._common_utils import _FSDPState
 
-from fsdp_c import _C, buffers, construction, grad_clipping, materialization, state_dict, unshard_params
+from fsdp_c import (
+    _C,
+    buffers,
+    construction,
+    forward_methods,
+    grad_clipping,
+    materialization,
+    plan,
+    state_dict,
+    unshard_params,
+)
 from fsdp_c import optim_state_dict as optim_states
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
@@ -67,6 +83,8 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+logger = logging.getLogger(__name__)
 
 _HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 
@@ -128,7 +146,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         limit_all_gathers: let at most two units be gathered ahead of the device.
         use_orig_params: show the original parameters (as 1-D parts of the shard) instead of the flat one.
         ignored_states: all modules or all parameters to leave alone.
-        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid strategy.
+        device_mesh: instead of ``process_group``: 1-D to shard over, 2-D (replicate, shard) for a hybrid strategy. With
+            a slice of a larger mesh (``mesh["dp"]``), parameters may be DTensors on another dimension of that
+            (``parallelize_module(module, mesh["tp"], plan)``): their local parts are sharded, and shown as DTensors.
 
     Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for parameters on
     more than one device. A unit cannot be copied or pickled.
@@ -212,6 +232,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             backward_prefetch=backward_prefetch.value if backward_prefetch is not None else 0,
             forward_prefetch=forward_prefetch,
             limit_all_gathers=limit_all_gathers,
+            full_precision_in_eval=self._use_full_prec_in_eval,
         )
         for inner in tree.units:
             vars(inner)["_enclosing"] = weakref.ref(self)
@@ -238,6 +259,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         )
         if groups.replicate is not None:
             self._inter_node_pg = groups.replicate
+            self._inter_node_state = DefaultState(groups.replicate)
 
     def _init_state(self, tree: Subtree) -> None:
         """What clients read, as it is before the first step."""
@@ -251,6 +273,8 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             _comm_hook_state=None,
             _buffer_name_to_orig_dtype=buffer_dtypes,
             _buffer_names=set(buffer_dtypes),
+            _needs_buffer_dtype_restore_check=False,
+            _agreed_plan=None,
             _state_dict_type=StateDictType.FULL_STATE_DICT,
             _state_dict_config=FullStateDictConfig(),
             _optim_state_dict_config=FullOptimStateDictConfig(),
@@ -313,23 +337,25 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module returns."""
         return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)
 
-    def _lazy_init(self) -> None:
+    def _lazy_init(self, alone: bool = False) -> None:
         """Make this unit the root of its tree unless that has one. The unit in C calls it in the first forward.
 
+        Collective, unless the rank is ``alone`` in calling it: the ranks make sure that they wrap the same model.
         Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the units do not fit each
-        other or have moved from their device.
+        other, have moved from their device, or are others than on other ranks.
         """
         if self._unit.is_root is None:
             # tensors that later steps write must not be inference tensors, whatever the first forward runs under
             with torch.inference_mode(False), torch.no_grad():
-                self._init_tree()
+                self._init_tree(alone)
 
-    def _init_tree(self) -> None:
+    def _init_tree(self, alone: bool) -> None:
         units = units_with_paths(self)
-        for path, unit in units:
-            _check_ready(unit, clean_path(path) or type(self.module).__name__, is_root=unit is self)
-        for name in _HOMOGENEOUS_SETTINGS:
-            _check_homogeneous(name, units)
+        error = _tree_error(self, units)
+        if not alone:
+            plan.agree(self, units, error)
+        elif error is not None:
+            raise error
         members = [unit for _, unit in units]
         buffers.cast_for_computation(members, self.compute_device)
         for unit in members:  # inner units of a tree that this one is wrapped around, or was taken out of
@@ -341,10 +367,27 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         runtime._forward_prefetch_limit = self._exec_order_data._forward_prefetch_limit
         if self._debug_level == dist.DebugLevel.DETAIL:
             runtime.check_order([_param_names(*unit) for unit in units], self.process_group, self.compute_device)
-        for unit in members:
+        for path, unit in units:
             unit._exec_order_data = runtime
+            if unit._debug_level == dist.DebugLevel.INFO:
+                unit._names_from_root = _param_names(path, unit)
             if unit._handle is not None:
                 unit._handle.describe_storage()
+
+    def _cast_buffers_for_mode(self) -> None:
+        """The unit in C calls it before a forward of the root, with FSDP_USE_FULL_PREC_IN_EVAL alone."""
+        own = self._unit.handle
+        handles = [own] if own is not None else self._all_handles
+        if any(handle._force_full_precision for handle in handles):
+            buffers.cast_back(self)
+            self._needs_buffer_dtype_restore_check = True
+        elif self._needs_buffer_dtype_restore_check:
+            buffers.cast_for_computation(units_of(self), self.compute_device)
+            self._needs_buffer_dtype_restore_check = False
+
+    def _log_post_backward(self) -> None:
+        """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
+        logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
     def _reset_lazy_init(self) -> None:
         """Forget who the root of this unit's tree is; the next forward decides anew."""
@@ -433,6 +476,31 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
     def _low_precision_hook_enabled(self) -> bool:
         return _low_precision_dtype(self._comm_hook) is not None
+
+    def _mixed_precision_enabled_for_buffers(self) -> bool:
+        return self.mixed_precision.buffer_dtype is not None
+
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Let computation wait for the all-gathers that ``_unshard`` has started in this tree."""
+        for unit in units_of(self):
+            unit._unit.wait_unsharded()
+
+    @contextlib.contextmanager
+    def _deregister_orig_params_ctx(self) -> Iterator[None]:
+        """Show the flat parameters of this tree in place of the original ones, with use_orig_params."""
+        units = units_of(self)
+        for unit in units:
+            unit._assert_state(TrainingState.IDLE)
+            if not unit._use_orig_params:
+                raise AssertionError(
+                    "`_deregister_orig_params_ctx()` should only be called with use_orig_params=True: "
+                    f"{unit_name(unit.module)} shows its flat parameter in any case"
+                )
+        with contextlib.ExitStack() as stack:
+            for unit in units:
+                if unit._has_params:
+                    stack.enter_context(_orig_params_hidden(unit))
+            yield
 
     # ---- queries
 
@@ -527,7 +595,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             wrapped = self.__dict__.get("_modules", {}).get(WRAPPED_MODULE)
             if wrapped is None:
                 raise
-            return getattr(wrapped, name)
+            found = getattr(wrapped, name)
+            is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
+            return forward_methods.explaining(self, found) if is_own_method else found
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for instance an nn.Sequential."""
@@ -737,6 +807,18 @@ def _low_precision_dtype(hook: object) -> torch.dtype | None:
 
 
 # ---- lazy initialisation
+
+
+def _tree_error(root: FullyShardedDataParallel, units: list[tuple[str, FullyShardedDataParallel]]) -> Exception | None:
+    """Why ``units`` cannot run as the tree of ``root`` on this rank."""
+    try:
+        for path, unit in units:
+            _check_ready(unit, clean_path(path) or type(root.module).__name__, is_root=unit is root)
+        for name in _HOMOGENEOUS_SETTINGS:
+            _check_homogeneous(name, units)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        return error
+    return None
 
 
 def _check_ready(unit: FullyShardedDataParallel, name: str, is_root: bool) -> None:

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_c import _C
+from fsdp_c import _C, tensor_parallel
 
+GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -29,20 +30,22 @@ def clip_grad_norm_(root: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
     if not root._unit.is_root:
         raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
     if root._unit.training_state != _C.USE_IDLE:
-        raise ValueError("`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params")
+        raise ValueError(
+            f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
+        )
     sharded_handles, whole_handles = _handles(root)
-    if not sharded_handles:
+    if not sharded_handles and not any(map(tensor_parallel.is_parallel, whole_handles)):
         return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)
     max_norm, norm_type = float(max_norm), float(norm_type)
     handles = sharded_handles + whole_handles
-    sharded = [grad for handle in sharded_handles for grad in handle.sharded_grads()]
-    whole = [grad for handle in whole_handles for grad in handle.sharded_grads()] + _unmanaged_grads(root, handles)
+    sharded, whole = _grads_of(sharded_handles), _grads_of(whole_handles)
+    _add_unmanaged_grads(whole, root, handles)
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
     dtype = torch.float64 if any(handle.flat_param.dtype == torch.float64 for handle in handles) else torch.float32
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
     if root.cpu_offload.offload_params:
         total_norm = total_norm.cpu()
-    grads = sharded + whole
+    grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
     _scale(grads, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
     if not grads:
         warnings.warn(
@@ -61,20 +64,36 @@ def _handles(root: Any) -> tuple[list[Any], list[Any]]:
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
 
 
-def _unmanaged_grads(root: Any, handles: Sequence[Any]) -> list[Tensor]:
-    """Gradients of the parameters that no unit manages."""
+def _grads_of(handles: Sequence[Any]) -> GradsByGroups:
+    found: GradsByGroups = {(): []}
+    for handle in handles:
+        if tensor_parallel.is_parallel(handle):
+            for groups, grads in tensor_parallel.grads_by_groups(handle).items():
+                found.setdefault(groups, []).extend(grads)
+        else:
+            found[()] += handle.sharded_grads()
+    return found
+
+
+def _add_unmanaged_grads(found: GradsByGroups, root: Any, handles: Sequence[Any]) -> None:
+    """The gradients of the parameters that no unit manages."""
     managed: set[int] = set()
     for handle in handles:
         managed.add(id(handle.flat_param))
         managed.update(id(param) for param in handle.flat_param._params or ())
-    params = [param for param in root.parameters() if id(param) not in managed]
-    return [param.grad for param in params if param.grad is not None]
+    for param in root.parameters():
+        if id(param) not in managed:
+            grads = found.setdefault(tensor_parallel.sharding_groups(getattr(param, "_spec", None)), [])
+            if param.grad is not None:
+                grads.append(tensor_parallel.local(param.grad))
 
 
-def _total_norm(root: Any, sharded: list[Tensor], whole: list[Tensor], norm_type: float, dtype: torch.dtype) -> Tensor:
+def _total_norm(
+    root: Any, sharded: GradsByGroups, whole: GradsByGroups, norm_type: float, dtype: torch.dtype
+) -> Tensor:
     """Norm over all ranks; ``whole`` gradients are the same everywhere and count once."""
-    total_norm = _local_norm(sharded, norm_type, dtype, root.compute_device)
-    whole_norm = _local_norm(whole, norm_type, dtype, root.compute_device)
+    total_norm = _norm(sharded, norm_type, dtype, root.compute_device)
+    whole_norm = _norm(whole, norm_type, dtype, root.compute_device)
     # Merged before a maximum and after a sum: added before, it would count world_size times.
     if norm_type == math.inf:
         total_norm = torch.maximum(total_norm, whole_norm)
@@ -82,9 +101,27 @@ def _total_norm(root: Any, sharded: list[Tensor], whole: list[Tensor], norm_type
         return total_norm
     total_norm = total_norm**norm_type
     dist.all_reduce(total_norm, group=root.process_group)
-    if whole:
+    if any(whole.values()):
         total_norm += whole_norm**norm_type
     return total_norm ** (1.0 / norm_type)
+
+
+def _norm(grads: GradsByGroups, norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Norm of ``grads`` over the tensor parallel ranks; those that every such rank has count once."""
+    total_norm = _local_norm(grads[()], norm_type, dtype, device)
+    for groups, parts in grads.items():
+        if groups:
+            norm = _reduced_norm(_local_norm(parts, norm_type, dtype, device), groups, norm_type)
+            total_norm = torch.linalg.vector_norm(torch.stack([total_norm, norm]), norm_type)
+    return total_norm
+
+
+def _reduced_norm(norm: Tensor, groups: Sequence[dist.ProcessGroup], norm_type: float) -> Tensor:
+    is_max = norm_type == math.inf
+    norm = norm if is_max else norm**norm_type
+    for group in groups:
+        dist.all_reduce(norm, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+    return norm if is_max else norm ** (1.0 / norm_type)
 
 
 def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -134,6 +135,8 @@ def sync_states(module: nn.Module, params: Iterable[nn.Parameter], groups: Itera
 
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor`` itself, or the tensors inside a wrapper subclass."""
+    if isinstance(tensor, DTensor):
+        return [tensor.to_local()]
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     plain: list[torch.Tensor] = []

@@ -91,7 +91,10 @@ def _without_tensors(value: Any) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, _OnRank0) or (isinstance(value, Tensor) and value.dim() > 0)
+    # a ShardedTensor is asked nothing that would go through its dispatcher
+    if isinstance(value, (_OnRank0, ShardedTensor, DTensor)):
+        return True
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _targets(params: OptimParams, states: dict[str, Any]) -> list[_Target]:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import common
+from fsdp_c.tensor_parallel import is_parallel
 from fsdp_c.traversal import clean_name, joined, units_with_paths
 
 Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
@@ -37,10 +38,16 @@ class OptimParams:
         if any(unit._use_orig_params != self.use_orig_params for _, unit in units):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.units = [unit for _, unit in units if unit._handle is not None]
+        if any(is_parallel(unit._handle) for unit in self.units):
+            raise NotImplementedError(
+                "optimizer state of tensor parallel parameters has no form by names yet: save optimizer.state_dict() "
+                "of each rank, and load it on the same mesh"
+            )
         managed = self._managed(units)
+        self.raw_names = dict(model.named_parameters())
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
-            for name, param in model.named_parameters()
+            for name, param in self.raw_names.items()
         }
 
     def _managed(self, units: Sequence[tuple[str, Any]]) -> dict[nn.Parameter, OptimParam]:
@@ -64,10 +71,15 @@ class OptimParams:
         """What stands for an original parameter of this name."""
         return {fqn: (param, known) for param, known in self.by_param.items() for fqn in known.fqns}
 
-    def keys(self, optim: Any, optim_input: Any, is_named: bool) -> dict[Key, nn.Parameter]:
-        """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not None."""
-        if is_named:
-            return {known.name: param for param, known in self.by_param.items()}
+    def keys(self, optim: Any, optim_input: Any, names: Iterable[Any] | None) -> dict[Key, nn.Parameter]:
+        """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not None.
+
+        ``names``: those in a state dict that is keyed by names, which may have the wrappers' segments or not.
+        """
+        if names is not None:
+            clean: dict[Key, nn.Parameter] = {clean_name(name): param for name, param in self.raw_names.items()}
+            has_clean = any(name in clean and name not in self.raw_names for name in names)
+            return clean if has_clean else dict(self.raw_names)
         if optim_input is None and optim is not None:
             held = [param for group in optim.param_groups for param in group["params"]]
         else:

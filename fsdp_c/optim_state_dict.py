@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_c import common
 from fsdp_c.api import OptimStateKeyType, StateDictType
 from fsdp_c.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.optim_params import Key, OptimParams, names_of_params, params_of_input
@@ -38,8 +39,9 @@ def _save(
             f"Expected optim_input to be None and rank0_only to be False for sharded state, got {optim_input} and "
             f"{options.rank0_only}"
         )
-    keys = params.keys(optim, optim_input, is_named_state(osd))
-    return save_optim_state(params, keys, osd, options)
+    keys = params.keys(optim, optim_input, osd["state"] if is_named_state(osd) else None)
+    with common.collector_paused():
+        return save_optim_state(params, keys, osd, options)
 
 
 def is_named_state(osd: dict[str, Any]) -> bool:
@@ -58,7 +60,8 @@ def optim_state_dict_to_load(
     if rank0_only and settings.state_dict_type != StateDictType.FULL_STATE_DICT:
         raise AssertionError("Expected optim_input to be None and rank0_only to be False for sharded state, got True")
     options = LoadOptions(rank0_only, optim if is_named_optimizer else None, group)
-    result = load_optim_state(params, params.keys(optim, None, is_named_optimizer), osd, options)
+    with common.collector_paused():
+        result = load_optim_state(params, params.keys(optim, None, () if is_named_optimizer else None), osd, options)
     if load_directly:
         optim.load_state_dict(result)
     return result
@@ -128,7 +131,7 @@ def _load(
     osd: dict[str, Any], model: nn.Module, optim_input: Any, optim: Any, rank0_only: bool, group: Any
 ) -> dict[str, Any]:
     params = OptimParams(model)
-    keys = params.keys(optim, optim_input, is_named=False)
+    keys = params.keys(optim, optim_input, None)
     return load_optim_state(params, keys, osd, LoadOptions(rank0_only, None, group))
 
 

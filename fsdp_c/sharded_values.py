@@ -171,6 +171,14 @@ def shards_of_rows(
         yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, rank)
 
 
+def whole_of_rows(rows: Tensor, form: ParamForm, unit: Any) -> Tensor:
+    """The whole of one tensor from every rank's rows. Collective."""
+    partition = chunk_partition(form.shape, unit.world_size)
+    (whole,) = gather([rows.reshape(-1)], [partition], unit.process_group, device=unit.compute_device)
+    assert whole is not None
+    return whole.view(form.shape)
+
+
 def _with_bounds(items: Sequence[Any], partitions: Sequence[Partition], rank: int) -> Iterator[tuple[Any, Any]]:
     return zip(items, (partition.bounds(rank) for partition in partitions), strict=True)
 
@@ -192,16 +200,7 @@ def sharded_value(unit: Any, rows: Tensor, form: ParamForm) -> ShardedTensor | D
         return _dtensor(rows, form, unit._device_mesh)
     rows = rows.contiguous()
     places = _Places.of(unit, rows.device.type)
-    if not shape or shape.numel() == 0:
-        return places.sharded_tensor(rows, shape, [ShardMetadata([0] * len(shape), list(shape), places.devices[0])])
-    rest = list(shape[1:])
-    zeros = [0] * len(rest)
-    step = -(-shape[0] // unit.world_size)
-    shards = [
-        ShardMetadata([start, *zeros], [min(step, shape[0] - start), *rest], device)
-        for start, device in zip(range(0, shape[0], step), places.devices, strict=False)
-    ]
-    return places.sharded_tensor(rows, shape, shards)
+    return places.sharded_tensor(rows, shape, places.rows_metadata(shape))
 
 
 def flat_value(unit: Any, local: Tensor, numel: int) -> ShardedTensor:
@@ -229,6 +228,7 @@ class _Places:
             per_node = torch.get_device_module(device_type).device_count()
             self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
         self.specs: dict[int, ChunkShardingSpec] = {}
+        self.rows: dict[torch.Size, list[ShardMetadata]] = {}  # of shapes; many tensors have one, and none changes it
 
     @classmethod
     def of(cls, unit: Any, device_type: str) -> _Places:
@@ -236,6 +236,21 @@ class _Places:
         if known is None or known.device_type != device_type:
             known = unit.__dict__["_state_dict_places"] = cls(unit, device_type)
         return known
+
+    def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
+        """Where each rank's rows of a tensor of ``shape`` begin, and how many they are (F-031)."""
+        if shape not in self.rows:
+            self.rows[shape] = list(self._rows_metadata(shape))
+        return self.rows[shape].copy()
+
+    def _rows_metadata(self, shape: torch.Size) -> Iterator[ShardMetadata]:
+        if not shape or shape.numel() == 0:
+            yield ShardMetadata([0] * len(shape), list(shape), self.devices[0])
+            return
+        step = -(-shape[0] // len(self.devices))
+        for start, device in zip(range(0, shape[0], step), self.devices, strict=False):
+            offsets = [start, *[0] * (len(shape) - 1)]
+            yield ShardMetadata(offsets, [min(step, shape[0] - start), *shape[1:]], device)
 
     def _spec(self, shards: list[ShardMetadata]) -> ShardingSpec:
         if len(shards) == 1:

@@ -207,7 +207,8 @@ def saving(fsdp_module: Any) -> Iterator[None]:
     already_open = set(_open)
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
-        yield
+        with common.collector_paused():
+            yield
     finally:
         _saving.outermost, _saving.values = None, {}
         for unit in [unit for unit in _open if unit not in already_open]:
@@ -250,6 +251,7 @@ def _pre_save_hook(fsdp_module: Any, prefix: str, keep_vars: bool) -> None:
 def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
     kind = _kind(fsdp_module)
     with _open.pop(fsdp_module):
+        is_root = fsdp_module._unit.is_root
         _strip_wrapper(state_dict, prefix)
         if fsdp_module._handle is not None:
             if kind == StateDictType.FULL_STATE_DICT:
@@ -259,7 +261,7 @@ def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, l
             else:
                 put_local_value(fsdp_module, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
-    if fsdp_module._unit.is_root and logger.isEnabledFor(logging.INFO):
+    if is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, Tensor):
                 logger.info("%s: shape=%s, dtype=%s, device=%s", key, tuple(value.shape), value.dtype, value.device)
@@ -292,7 +294,7 @@ def _pre_load_hook(
                 if not fsdp_module._use_orig_params:  # the modules do not know what they miss
                     missing_keys.extend(prefix + name for name in sorted(mark.missing))
             elif fsdp_module._handle is not None:
-                stack.enter_context(gathered_for_load(fsdp_module))
+                stack.enter_context(gathered_for_load(fsdp_module, state_dict, prefix))
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = stack.pop_all()
 

@@ -19,11 +19,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import common
 from fsdp_c.api import ShardingStrategy, StateDictType
-from fsdp_c.sharded_values import ParamForm, by_group, rows_of_value, shards_of_rows, to_memory_order
+from fsdp_c.sharded_values import (
+    ParamForm,
+    by_group,
+    rows_of_value,
+    shards_of_rows,
+    to_memory_order,
+    whole_of_rows,
+)
 from fsdp_c.state_dict_saving import is_summoned, shard_pieces
+from fsdp_c.tensor_parallel import is_parallel, like
 from fsdp_c.traversal import FLAT_PARAM, clean_name, is_unit, units_of, units_with_paths
 from fsdp_c.unshard_params import check_idle
 
@@ -57,11 +66,16 @@ def begin_load(unit: Any, state_dict: dict[str, Any], prefix: str) -> Mark:
         units = units[:1]
         early = [] if is_full(unit) else units
     else:
-        early = [(at, inner) for at, inner in units if inner._handle is None or not is_summoned(inner)]
+        early = [(at, inner) for at, inner in units if inner._handle is None or not _waits(inner)]
     loaded = _load([(at, inner) for at, inner in early if inner._handle is not None], state_dict)
     for at, inner in units[1:]:
         state_dict[at + FLAT_PARAM] = loaded.get(inner, Mark(False, frozenset()))
     return loaded.get(unit, Mark(False, frozenset()))
+
+
+def _waits(unit: Any) -> bool:
+    """Whether the modules themselves copy full values in: shown ones, and DTensors, which know how."""
+    return is_summoned(unit) or (is_full(unit) and is_parallel(unit._handle))
 
 
 def _load(units: Sequence[tuple[str, Any]], state_dict: dict[str, Any]) -> dict[Any, Mark]:
@@ -70,10 +84,11 @@ def _load(units: Sequence[tuple[str, Any]], state_dict: dict[str, Any]) -> dict[
         check_idle(unit)
         unit._handle.writeback()
     found = {unit: _found(unit, at, state_dict) for at, unit in units}
-    _load_sharded({unit: values for unit, values in found.items() if not is_full(unit)})
-    for unit, values in found.items():
-        if is_full(unit):
-            _load_full(unit, values)
+    whole = [unit for unit in found if is_full(unit) or unit._fsdp_extension is not None]
+    _load_sharded({unit: values for unit, values in found.items() if unit not in whole})
+    for unit in whole:
+        _load_full(unit, found[unit])
+    for unit in found:
         unit._handle.reshard(True)
     return {unit: _take(unit, at, state_dict) for at, unit in units}
 
@@ -82,7 +97,7 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
     """For the parameters that have a value: the form, the value or this rank's rows of it, the part of the shard."""
     targets = list(shard_pieces(unit))
     values: dict[int, tuple[ParamForm, Tensor, Tensor]] = {}
-    full = is_full(unit)
+    full, parallel = is_full(unit), unit._fsdp_extension is not None
     for param in common.managed_params(unit._handle):
         key = prefix + param.fqn
         if key not in state_dict:
@@ -90,7 +105,13 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
                 logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
             continue
         form, target = targets[param.index]
-        value = state_dict[key] if full else rows_of_value(state_dict[key], key, unit, form).to(target.dtype)
+        value = state_dict[key]
+        if parallel and isinstance(value, DTensor):
+            value = unit._fsdp_extension.all_gather_dtensor(value, value.device_mesh)
+        elif not full:
+            value = rows_of_value(value, key, unit, form).to(target.dtype)
+            if parallel:  # as the others of the unit: whole
+                value = whole_of_rows(value, form, unit)
         values[param.index] = (form, value.detach(), target)
     return [values[index] for index in sorted(values)]
 
@@ -123,14 +144,20 @@ def supplied_names(unit: Any, prefix: str, mark: Mark) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def gathered_for_load(unit: Any) -> Iterator[None]:
-    """Gather, so that the modules copy full values in; the shard takes its part at exit."""
+def gathered_for_load(unit: Any, state_dict: dict[str, Any], prefix: str) -> Iterator[None]:
+    """Gather, so that the modules copy full values in; the shard takes its part at exit.
+
+    A whole value of a parameter that is a DTensor becomes one in ``state_dict``.
+    """
     with contextlib.ExitStack() as stack:
         if not is_summoned(unit):
             unit._handle.summon_enter(True)
             stack.callback(unit._handle.summon_exit)
-        params = common.managed_params(unit._handle)
-        stack.callback(_copy_assigned, [(param, getattr(param.module, param.name)) for param in params])
+        shown = [(param, getattr(param.module, param.name)) for param in common.managed_params(unit._handle)]
+        stack.callback(_copy_assigned, shown)
+        for param, tensor in shown:
+            if prefix + param.fqn in state_dict:
+                state_dict[prefix + param.fqn] = like(state_dict[prefix + param.fqn], tensor)
         yield
 
 

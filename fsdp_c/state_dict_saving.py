@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C, common
 from fsdp_c.redistribution import gather
@@ -27,6 +28,7 @@ from fsdp_c.sharded_values import (
     rows_of_shards,
     sharded_value,
 )
+from fsdp_c.tensor_parallel import is_parallel
 from fsdp_c.traversal import FLAT_PARAM
 
 FULL_BATCH_NBYTES = 8 * 2**20
@@ -58,6 +60,16 @@ def is_dropped(unit: Any) -> bool:
     return getattr(unit._state_dict_config, "rank0_only", False) and unit.rank != 0
 
 
+@contextlib.contextmanager
+def summoned(unit: Any, writeback: bool = False) -> Iterator[None]:
+    """With the unit's parameters gathered on the modules: the way of those that are DTensors. Collective."""
+    unit._handle.summon_enter(writeback)
+    try:
+        yield
+    finally:
+        unit._handle.summon_exit()
+
+
 # ----------------------------------------------------------------- full values
 
 
@@ -70,17 +82,34 @@ def full_values(units: Iterable[Any]) -> dict[Any, list[Tensor]]:
             values[unit] = [] if is_dropped(unit) else _copies_of_shown(unit)
             continue
         unit._handle.writeback()
-        if unit._handle.layout.sharded:
+        if is_parallel(unit._handle):
+            with summoned(unit):
+                values[unit] = [] if is_dropped(unit) else _copies_of_shown(unit)
+        elif unit._handle.layout.sharded:
             sharded.append(unit)
         else:
             values[unit] = [] if is_dropped(unit) else _copies_of_own(unit)
     for group, members in by_group(sharded):
-        values.update(_gathered(group, members))
+        config = members[0]._state_dict_config
+        values.update(_gathered(group, members, config.rank0_only, config.offload_to_cpu))
     return values
 
 
-def _gathered(group: Any, units: Sequence[Any]) -> dict[Any, list[Tensor]]:
-    config = units[0]._state_dict_config
+def gathered_values(unit: Any, rank0_only: bool, offload_to_cpu: bool) -> list[Tensor]:
+    """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing. Collective."""
+    unit._handle.writeback()
+    if is_parallel(unit._handle):
+        with summoned(unit):
+            copies = [] if rank0_only and unit.rank else _copies_of_shown(unit)
+    elif unit._handle.layout.sharded:
+        return _gathered(unit.process_group, [unit], rank0_only, offload_to_cpu)[unit]
+    else:
+        copies = [] if rank0_only and unit.rank else _copies_of_own(unit)
+    return [copy.cpu() for copy in copies] if offload_to_cpu else copies
+
+
+def _gathered(group: Any, units: Sequence[Any], rank0_only: bool, offload_to_cpu: bool) -> dict[Any, list[Tensor]]:
+    """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
     items = [(unit, form, piece) for unit in units for form, piece in shard_pieces(unit)]
     largest = max(unit._handle.layout.padded_numel * unit._handle.local_shard.element_size() for unit in units)
     wholes = gather(
@@ -88,14 +117,14 @@ def _gathered(group: Any, units: Sequence[Any]) -> dict[Any, list[Tensor]]:
         [form.shard for _, form, _ in items],
         group,
         device=units[0].compute_device,
-        rank0_only=config.rank0_only,
+        rank0_only=rank0_only,
         batch_nbytes=max(largest, FULL_BATCH_NBYTES),
     )
     values: dict[Any, list[Tensor]] = {unit: [] for unit in units}
     for (unit, form, _), flat in zip(items, wholes, strict=True):
         if flat is not None:
             whole = from_memory_order(flat, form.shape, form.order)
-            values[unit].append(whole.cpu() if config.offload_to_cpu else whole)
+            values[unit].append(whole.cpu() if offload_to_cpu else whole)
     return values
 
 
@@ -162,14 +191,23 @@ def put_full_values(unit: Any, state_dict: dict[str, Any], prefix: str) -> None:
 def sharded_rows(units: Iterable[Any]) -> dict[Any, list[Tensor]]:
     """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective."""
     units = list(units)
-    sharded = [unit for unit in units if not is_summoned(unit)]
+    parallel = [unit for unit in units if unit._fsdp_extension is not None]
+    sharded = [unit for unit in units if not is_summoned(unit) and unit not in parallel]
     for unit in sharded:
         unit._handle.writeback()
     rows = rows_of_shards(sharded, lambda unit: list(shard_pieces(unit)))
+    for unit in parallel:
+        with contextlib.nullcontext() if is_summoned(unit) else summoned(unit):
+            rows[unit] = [_parallel_rows(unit, full) for full in _copies_of_shown(unit)]
     for unit in units:
         if unit not in rows:
             rows[unit] = [own_rows(full, unit.rank, unit.world_size).clone() for full in _copies_of_shown(unit)]
     return rows
+
+
+def _parallel_rows(unit: Any, full: Tensor) -> Tensor:
+    """The rows of a parameter as a DTensor over all dimensions of the mesh (F-032)."""
+    return unit._fsdp_extension.chunk_dtensor(full, unit.rank, unit._device_mesh)
 
 
 @contextlib.contextmanager
@@ -189,7 +227,9 @@ def put_sharded_values(unit: Any, state_dict: dict[str, Any], prefix: str, rows:
     for param in common.managed_params(unit._handle):
         own = rows[param.index].clone() if param.index in used else rows[param.index]
         used.add(param.index)
-        state_dict[prefix + param.fqn] = sharded_value(unit, own.cpu() if offload else own, forms[param.index])
+        own = own.cpu() if offload else own
+        whole = isinstance(own, DTensor)  # of both meshes already
+        state_dict[prefix + param.fqn] = own if whole else sharded_value(unit, own, forms[param.index])
 
 
 def put_local_value(unit: Any, state_dict: dict[str, Any], prefix: str) -> None:

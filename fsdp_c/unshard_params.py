@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_c import _C, common
 from fsdp_c.api import ShardingStrategy
 from fsdp_c.traversal import is_unit, units_of
+from fsdp_c.wrap import unit_name
 
 
 @contextlib.contextmanager
@@ -81,17 +82,23 @@ def _check_state(fsdp_module: Any) -> None:
         fsdp_module._unit.runtime.recover()
     state = fsdp_module._unit.training_state
     if state == _C.USE_SUMMON_FULL_PARAMS:
-        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
+        raise AssertionError(
+            f"Cannot manually unshard parameters when already unsharding parameters ({_place(fsdp_module)})"
+        )
     if state != _C.USE_IDLE:
-        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+        raise AssertionError(f"Cannot manually unshard parameters during forward/backward ({_place(fsdp_module)})")
     if fsdp_module._handle is not None:
         check_idle(fsdp_module)
 
 
-def check_idle(fsdp_module: Any) -> None:
-    """Raise AssertionError unless the unit's handle may be unsharded by hand."""
+def _place(fsdp_module: Any) -> str:
+    return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
+
+
+def check_idle(fsdp_module: Any, summoned: bool = True) -> None:
+    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned`` allows it."""
     state = fsdp_module._handle.training_state
-    if state not in (_C.USE_IDLE, _C.USE_SUMMON_FULL_PARAMS):
+    if state != _C.USE_IDLE and not (summoned and state == _C.USE_SUMMON_FULL_PARAMS):
         raise AssertionError(
             f"Expects the handle to be IDLE but it is in state {state} (rank {fsdp_module.rank}): "
             "parameters cannot be unsharded by hand during forward or backward"

@@ -13,15 +13,16 @@ from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS / "surface_rows.md"
-ID = r"[ABCDEGX]-\d{3}"
+ID = r"[ABCDEFGX]-\d{3}"
 RANGES = {
     "A": "1-4 10-24 30-49 60-73 80-82 90-100 110-119 130-134 140-145 150-155",
     "B": "1-5 10-36 40-43",
     "C": "1-7 10-21 30-35 40-40 50-59 70-79 90-95 110-119 130-136 140-143",
     "D": "1-9 20-23 30-37 40-46 50-55 60-65 70-70 80-91 100-105 110-116 120-130",
     "E": "1-18 20-22",
+    "F": "1-10 20-24 30-36 40-43 60-73 80-88",
     "G": "1-11 20-25 30-42",
-    "X": "1-36 40-50 60-83 85-87 100-120",
+    "X": "1-36 40-50 60-83 85-87 100-120 130-147 160-183",
 }
 TITLES = {
     "A": "Public API",
@@ -29,8 +30,9 @@ TITLES = {
     "C": "Handle",
     "D": "Runtime",
     "E": "Sharding strategies",
+    "F": "State dicts",
     "G": "Construction, wrapping and devices",
-    "X": "Errors and warnings of construction, flattening, runtime and calls",
+    "X": "Errors and warnings",
 }
 SHORT = {  # as the table below calls them
     "construction": "unit/test_construction.py",
@@ -41,6 +43,7 @@ SHORT = {  # as the table below calls them
     "clip": "distributed/test_clip.py",
     "memory": "distributed/test_memory.py",
     "state": "distributed/test_state_dict.py",
+    "sharded": "distributed/test_sharded_state_dict.py",
     "training": "distributed/test_training.py",
     "parity": "parity/test_parity.py",
     "differences": "parity/test_differences.py",
@@ -162,6 +165,7 @@ D-002 construction::test_asking_for_the_root_decides_nothing
 D-005 construction::test_units_that_differ_in_a_common_setting_are_refused
 D-007 reason: priorities of CUDA streams; nothing to see on a CPU
 D-008 errors::test_runtime_refuses
+D-020 parity::test_training_equals_torch calls::test_collectives_and_computation_are_in_the_order_of_torch
 D-022 construction::test_lazy_initialisation_casts_buffers_to_the_innermost_dtype
     construction::test_ignored_buffers_are_not_cast
 D-023 parity::test_training_equals_torch
@@ -224,6 +228,20 @@ E-010 calls::test_backward_gathers_freed_units_and_reduces_every_unit_once_e013
 E-011 calls::test_no_sync_reduces_nothing_e014_and_the_next_step_all_at_once_e015
 E-017 reason: as B-026
 E-018 state::test_no_shard_warns_and_is_full_whatever_is_selected
+F-001 state::test_saved_dict_equals_torchs_after_training
+F-002 state::test_no_shard_warns_and_is_full_whatever_is_selected
+    sharded::test_unit_that_shards_nothing_gives_whole_tensors
+F-003 state::test_state_dict_of_an_inner_unit_does_not_make_it_a_root
+    state::test_gradients_and_optimizer_views_survive_a_save
+F-005 state::test_saved_dict_equals_torchs_after_training
+F-006 state::test_names_skip_checkpoint_wrappers_around_and_inside_units
+F-007 state::test_saved_dict_is_the_plain_models state::test_names_skip_checkpoint_wrappers_around_and_inside_units
+F-008 state::test_values_own_their_memory sharded::test_saved_values_have_memory_of_their_own
+F-020 state::test_rank0_only_leaves_other_ranks_what_no_unit_manages
+F-021 state::test_rank0_only_leaves_other_ranks_what_no_unit_manages
+F-022 state::test_rank0_only_leaves_other_ranks_what_no_unit_manages state::test_offload_on_cpu_gives_live_values
+F-023 state::test_dict_loads_into_every_implementation
+F-024 state::test_strict_load_names_missing_and_unexpected_keys_as_the_user_does
 G-001 wrap::test_module_wrap_policy_wraps_every_instance_and_the_root wrap::test_policies_are_the_objects_of_torch
 G-002 wrap::test_custom_policy_overrides_the_arguments_of_the_root
     wrap::test_custom_policy_that_answers_none_is_refused
@@ -271,7 +289,24 @@ X-078 reason: gradients are made on the compute device by the handle itself
 X-081 reason: as C-143
 X-083 differences::test_row_13_a_graph_can_be_walked_twice
 X-087 reason: DMP only
+X-116 reason: works: `_unshard` initialises the tree first; test_execution_order.py
 X-104 reason: torch 2.6 only
+X-130 state::test_selection_returns_the_previous_settings_and_warns
+X-131 state::test_config_of_another_type_is_refused
+X-132 state::test_units_that_disagree_are_refused
+X-133 state::test_units_that_disagree_are_refused
+X-135 state::test_no_shard_warns_and_is_full_whatever_is_selected
+X-136 reason: a unit that shards nothing gives a full state dict whatever is called; the functions that could be called
+    directly are not there
+X-137 reason: a state dict that raises leaves nothing open: F-004
+X-138 state::test_expected_name_missing_from_the_dict_is_named
+X-139 reason: nothing is cloned that could point to freed memory: values are made from the shards
+X-146 reason: the mesh of a DTensor is its own; tensors on other meshes are gathered by DTensor
+X-147 reason: torch's extension raises it
+X-169 reason: nothing is reconstructed: every rank's part is known from the layout
+X-172 reason: a flat parameter without state is left out, as its optimizer would
+X-182 reason: rank 0 sends tensors of the shapes it announced
+X-183 reason: no profiler of its own; its ranges are those of D-130 and torch's
 """
 
 
@@ -284,7 +319,7 @@ def expanded(ranges: str) -> Iterator[int]:
 def ids_in(text: str) -> set[str]:
     """The ids in a text, ``C-002 to C-004`` taken as three."""
     found = set(re.findall(rf"\b({ID})", text))
-    for letter, first, last in re.findall(r"\b([ABCDEGX])-(\d{3}) to \1-(\d{3})", text):
+    for letter, first, last in re.findall(r"\b([ABCDEFGX])-(\d{3}) to \1-(\d{3})", text):
         found.update(f"{letter}-{number:03}" for number in range(int(first), int(last) + 1))
     return found
 

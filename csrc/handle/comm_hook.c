@@ -14,10 +14,7 @@ static int reduce_in(struct handle *handle, PyObject *dtype) {
     if (!dtypes)
         return -1;
     ref_set(&handle->fallback_dtypes, dtypes);
-    if (!handle->ready)
-        return 0;
-    ref_set(&handle->reduce_dtype, Py_NewRef(dtype));
-    return handle_init_likes(handle);
+    return handle->ready ? handle_set_reduce_dtype(handle, dtype) : 0;
 }
 
 int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {

@@ -13,12 +13,14 @@ static const struct kernel_stream *stream_of(const struct handle *handle) {
 
 /* ---- receiving ---- */
 
-static int refuse_gradient(struct handle *handle, int64_t param) {
+int handle_refuse_gradient(struct handle *handle, int64_t param) {
+    PyObject *fqn = handle_fqn(handle, param);
     PyErr_Format(PyExc_RuntimeError,
                  "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
                  "Sparse gradients "
                  "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
-                 (long long)handle->layout.rank, handle->name, handle->slots[param].name, handle->device);
+                 (long long)handle->layout.rank, handle->name, fqn, handle->device);
+    Py_DECREF(fqn);
     return -1;
 }
 
@@ -32,7 +34,7 @@ static int fill_sources(struct handle *handle) {
             continue;
         }
         if (tensor_view_of(grad, view) < 0)
-            return refuse_gradient(handle, i);
+            return handle_refuse_gradient(handle, i);
     }
     return 0;
 }
@@ -72,11 +74,11 @@ static PyObject *previous_gradient(struct handle *handle) {
 static int settle_pending(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *previous = previous_gradient(handle);
-    if (handle->low_precision && previous)
+    if (handle->form->low_precision && previous)
         return add_pending(handle, previous);
     if (gradients->sum)
         return add_pending(handle, gradients->sum);
-    gradients->sum = torch_empty_like(handle->gradient_like.tensor);
+    gradients->sum = torch_empty_like(handle->form->gradient_like.tensor);
     return gradients->sum ? pack_pending(handle, gradients->sum, 1.0) : -1;
 }
 
@@ -122,8 +124,8 @@ static int divide_total(struct handle *handle, PyObject *total) {
     PyObject *input = total;
     if (tensor_view_of(total, &from) < 0)
         goto fail;
-    if (from.dtype != handle->reduce_kind)
-        input = torch_empty_like(handle->reduce_input_like.tensor);
+    if (from.dtype != handle->form->reduce_kind)
+        input = torch_empty_like(handle->form->reduce_input_like.tensor);
     if (!input || tensor_view_of(input, &to) < 0)
         goto fail;
     if (tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
@@ -143,7 +145,7 @@ fail:
 
 /* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. */
 static int pack_directly(struct handle *handle) {
-    PyObject *input = torch_empty_like(handle->reduce_input_like.tensor);
+    PyObject *input = torch_empty_like(handle->form->reduce_input_like.tensor);
     if (!input || pack_pending(handle, input, handle->predivide) < 0) {
         Py_XDECREF(input);
         return -1;
@@ -190,7 +192,7 @@ int handle_accumulate_unsharded(struct handle *handle) {
         *total = gradients->sum;
         gradients->sum = NULL;
     } else {
-        PyObject *tensor = torch_empty_like(handle->gradient_like.tensor);
+        PyObject *tensor = torch_empty_like(handle->form->gradient_like.tensor);
         if (!tensor || pack_pending(handle, tensor, 1.0) < 0) {
             Py_XDECREF(tensor);
             return -1;

@@ -94,11 +94,13 @@ static void init_references(struct handle *handle, const struct handle_spec *spe
     handle->strides = Py_NewRef(spec->strides);
     handle->device = Py_NewRef(spec->device);
     handle->flat_param_owner = spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
+    handle->wrap_views = spec->wrap_views == Py_None ? NULL : Py_NewRef(spec->wrap_views);
     handle->fallback_dtypes = PyTuple_Pack(2, spec->param_dtype, spec->reduce_dtype);
 }
 
 int handle_init(struct handle *handle, const struct handle_spec *spec) {
     memset(handle, 0, sizeof *handle);
+    handle->form = &handle->forms[PRECISION_COMPUTE];
     handle->layout = *spec->layout;
     handle->layout_owner = Py_NewRef(spec->layout_owner);
     handle->num_params = spec->layout->num_params;
@@ -107,6 +109,7 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
     handle->use_orig_params = spec->use_orig_params;
     handle->keep_low_precision_grads = spec->keep_low_precision_grads;
     handle->skip_writeback_check = spec->skip_writeback_check;
+    handle->verbose = spec->verbose;
     handle->predivide = spec->predivide;
     handle->postdivide = spec->postdivide;
     init_references(handle, spec);
@@ -142,19 +145,11 @@ static void fini_shapes(struct handle *handle) {
 
 static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->unshard_work);
-    Py_CLEAR(handle->views);
-    Py_CLEAR(handle->full_data);
+    Py_CLEAR(handle->wrapped_views);
     Py_CLEAR(handle->local_shard);
     Py_CLEAR(handle->shard_sizes);
     Py_CLEAR(handle->orig_dtype);
-    Py_CLEAR(handle->param_dtype);
-    Py_CLEAR(handle->reduce_dtype);
-    buffer_fini(&handle->full);
-    buffer_fini(&handle->full_precision);
-    buffer_fini(&handle->low_precision_shard);
-    Py_CLEAR(handle->reduce_input_like.tensor);
-    Py_CLEAR(handle->reduce_output_like.tensor);
-    Py_CLEAR(handle->gradient_like.tensor);
+    handle_fini_forms(handle);
     PyMem_Free(handle->sources);
     PyMem_Free(handle->shard_pieces);
 }
@@ -177,11 +172,23 @@ void handle_fini(struct handle *handle) {
     Py_CLEAR(handle->strides);
     Py_CLEAR(handle->device);
     Py_CLEAR(handle->flat_param_owner);
+    Py_CLEAR(handle->wrap_views);
     Py_CLEAR(handle->summon_full);
     Py_CLEAR(handle->summon_grad);
     Py_CLEAR(handle->empty_param);
     Py_CLEAR(handle->fallback_dtypes);
     memset(handle, 0, sizeof *handle);
+    handle->form = &handle->forms[PRECISION_COMPUTE];
+}
+
+PyObject *handle_fqn(const struct handle *handle, int64_t param) {
+    PyObject *fqns = PyObject_GetAttrString(handle->flat_param, "_fqns");
+    PyObject *fqn = fqns ? PySequence_GetItem(fqns, param) : NULL;
+    Py_XDECREF(fqns);
+    if (fqn)
+        return fqn;
+    PyErr_Clear();
+    return Py_NewRef(handle->slots[param].name);
 }
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
@@ -195,7 +202,10 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->comm_hook.state);
     Py_VISIT(handle->flat_param);
     Py_VISIT(handle->params);
-    Py_VISIT(handle->views);
+    for (int i = 0; i < PRECISIONS; i++)
+        Py_VISIT(handle->forms[i].views);
+    Py_VISIT(handle->wrapped_views);
+    Py_VISIT(handle->wrap_views);
     Py_VISIT(handle->gradients.pending);
     return 0;
 }

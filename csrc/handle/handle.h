@@ -1,12 +1,12 @@
 /* One flat parameter: what its storage holds, who is using it, and where its gradients are.
  *
- *   local_shard --(cast to low_precision)--> all-gather --> full[0 .. padded_numel)      param_state
+ *   local_shard --(cast to form->dtype)--> all-gather --> form->full[0 .. padded_numel)  param_state
  *                                                            |  |  |                     SHARDED -> UNSHARDING -> UNSHARDED
  *                                                           views, made once, one per parameter
  *   gradients of the views --pack, cast, pre-divide--> reduce-scatter --post-divide, accumulate--> saved_shard --> .grad
  *
- * Invariants: `full` keeps its tensor for ever, so every view and every tensor autograd saved stays good when its storage is
- * gathered again. `param_state` says what the storage of `full` holds; `training_state` says who is using the unit; each is
+ * Invariants: the `full` of a form keeps its tensor for ever, so every view and every tensor autograd saved stays good when its
+ * storage is gathered again. `param_state` says what the storage of the form in use holds, and no other form holds anything; `training_state` says who is using the unit; each is
  * written by one function (handle_state.c) against a table of legal transitions. `shown` says what the modules' slots show. */
 #ifndef FSDP_HANDLE_HANDLE_H
 #define FSDP_HANDLE_HANDLE_H
@@ -44,7 +44,7 @@ enum training_state { /* the order of torch's HandleTrainingState */
 enum shown {
     SHOWN_NOTHING,     /* just built */
     SHOWN_SHARDED,     /* use_orig_params: Parameters that are 1-D parts of the shard; else what was shown before */
-    SHOWN_VIEWS,       /* plain tensors over the unsharded storage, with autograd history in a forward */
+    SHOWN_VIEWS,       /* tensors over the unsharded storage, with autograd history in a forward */
     SHOWN_FULL_PARAMS, /* Parameters of full shape, inside summon_full_params */
 };
 
@@ -67,6 +67,27 @@ struct param_shape {
     int64_t ndim;
     int64_t *sizes;
     int64_t *strides; /* NULL when contiguous */
+};
+
+/* In which precision the unsharded parameters are. */
+enum precision {
+    PRECISION_COMPUTE, /* as mixed precision says */
+    PRECISION_FULL, /* that of the shard, with gradients of the same: summon_full_params, FSDP_USE_FULL_PREC_IN_EVAL */
+    PRECISIONS
+};
+
+/* The unsharded parameters in one precision, and how gradients of them look. */
+struct form {
+    PyObject *dtype, *reduce_dtype; /* owned; torch.dtype */
+    enum dtype kind, reduce_kind;
+    bool low_precision; /* not the dtype of the shard */
+    bool is_local;      /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
+    struct buffer full; /* unused when is_local */
+    struct buffer low_precision_shard; /* only with low_precision and sharded */
+    PyObject *full_data;               /* owned; full without right padding */
+    PyObject *views; /* owned; tuple, one per parameter over full; NULL until the form is first wanted */
+    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
+    struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
 };
 
 /* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
@@ -105,6 +126,7 @@ struct handle {
     bool use_orig_params;
     bool keep_low_precision_grads;
     bool skip_writeback_check;
+    bool verbose;                 /* TORCH_DISTRIBUTED_DEBUG=INFO */
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
     struct collective_group shard_group;
@@ -119,29 +141,25 @@ struct handle {
     int64_t op_id;                    /* by which torch.ops.fsdp_c find the handle */
     struct slot *slots;               /* owned; the first num_params are the parameters in order, then shared names */
     int64_t num_slots;
+    PyObject *wrap_views;      /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
     PyObject *empty_param;     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
     PyObject *fallback_dtypes; /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
 
     /* from lazy init on */
     bool ready;
-    PyObject *device;                                  /* owned; compute device */
-    PyObject *orig_dtype, *param_dtype, *reduce_dtype; /* owned; torch.dtype */
-    enum dtype orig_kind, param_kind, reduce_kind;
-    bool low_precision;            /* param_dtype != orig_dtype */
+    PyObject *device;     /* owned; compute device */
+    PyObject *orig_dtype; /* owned; torch.dtype of the shard */
+    enum dtype orig_kind;
     PyObject *local_shard;         /* owned; 1-D, original dtype, shares storage with the sharded flat_param */
     struct tensor_view local_view; /* borrowed from local_shard */
-    struct buffer full;            /* compute dtype; unused when full_is_local */
-    bool full_is_local;            /* NO_SHARD without mixed precision: the local shard is the unsharded parameter */
-    PyObject *full_data;           /* owned; full without right padding */
-    struct buffer low_precision_shard; /* compute dtype; only with low_precision and sharded */
-    PyObject *views;                   /* owned; tuple, one per parameter over full */
-    struct buffer full_precision; /* original dtype, made when first asked for; only with low_precision and sharded */
-    struct pack_source *sources;  /* owned scratch: one per parameter, offsets and strides filled once */
-    PyObject *shard_sizes;        /* owned; list of the sizes of the shard's pieces, for one split */
-    int64_t *shard_pieces;        /* owned; per parameter the index of its piece, or -1 */
-    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
-    struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
-    PyObject *unshard_work; /* owned; the all-gather in flight */
+    struct form forms[PRECISIONS];
+    struct form *form;           /* borrowed; the one in use; written by form.c */
+    PyObject *wrapped_views;     /* owned; what wrap_views made of the form's views, with history; or NULL */
+    struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
+    PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
+    int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
+    PyObject *unshard_work;      /* owned; the all-gather in flight */
+    int64_t unheld_turn;         /* the parameter outside the shard that was looked at last */
 
     /* inside summon_full_params */
     PyObject *summon_full; /* owned; the full flat parameter shown, NULL outside and when hidden */
@@ -160,13 +178,16 @@ struct handle_spec {
     PyObject *flat_param, *params /* or None */, *shapes, *strides, *slots /* list of (param, module, name) */;
     PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
     PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
+    PyObject *wrap_views;       /* or None */
     int strategy;
-    bool use_orig_params, keep_low_precision_grads, skip_writeback_check;
+    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose;
     double predivide, postdivide;
 };
 
 int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or -1 and handle is zeroed */
 void handle_fini(struct handle *handle);
+/* For messages: a parameter's name from its unit, or in its module where nobody has named it. New reference. */
+PyObject *handle_fqn(const struct handle *handle, int64_t param);
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
 /* handle_state.c: the only writers of the two enums. 0, or -1 with RuntimeError naming the unit and both states. */
@@ -175,28 +196,41 @@ int handle_set_training_state(struct handle *handle, enum training_state state);
 void handle_force_idle(struct handle *handle); /* after an exception: IDLE from anywhere */
 const char *training_state_name(enum training_state state);
 
+/* form.c: the only writer of `form` and of what forms are made of */
+int handle_init_forms(struct handle *handle); /* after the dtypes and the shard; the one to compute with is in use */
+/* Unsharded parameters are of this precision from now on; what is gathered in another is freed. 0 or -1. */
+int handle_use_precision(struct handle *handle, enum precision precision);
+bool handle_has_mixed_precision(const struct handle *handle);
+int handle_set_reduce_dtype(struct handle *handle, PyObject *dtype); /* of the form to compute with */
+void handle_fini_forms(struct handle *handle);
+
 /* unshard.c */
 int handle_init_shard(struct handle *handle); /* dtypes and the shard; enough to show sharded parameters */
-int handle_init_likes(struct handle *handle); /* how gradients look, after the dtypes */
 int handle_lazy_init(struct handle *handle);  /* storage, views and dtypes, after the flat parameter as it is now */
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int handle_reshard(struct handle *handle, bool free_storage);
-int handle_gather_full_precision(struct handle *handle); /* into full_precision, or full where that is full precision */
 bool handle_reshards_after_forward(const struct handle *handle);
 int64_t handle_unsharded_nbytes(const struct handle *handle);
 
 /* views.c */
-int handle_show_views(struct handle *handle, PyObject *views); /* tuple, one per parameter */
+int handle_show_views(struct handle *handle);   /* or what wrap_views made of them */
+int handle_wrap_views(struct handle *handle);   /* anew, after their history has changed; a no-op without wrap_views */
+int handle_unwrap_views(struct handle *handle); /* nothing keeps the history of the wrapped ones alive */
 int handle_show_sharded(struct handle *handle);
 int handle_show_full_params(struct handle *handle, PyObject *full /* flat, unsharded */);
-int handle_point_params_at_shard(struct handle *handle);            /* params[i].data = its part of the shard */
-PyObject *handle_make_views(struct handle *handle, PyObject *full); /* new tuple */
+int handle_point_params_at_shard(struct handle *handle);                    /* params[i].data = its part of the shard */
+PyObject *handle_make_views(struct handle *handle, PyObject *full);         /* new tuple */
+PyObject *handle_local_value(const struct handle *handle, PyObject *value); /* borrowed; what a DTensor holds here */
+int handle_show_wrapped_grads(struct handle *handle, PyObject *full); /* inside summon: on the Parameters shown there */
 
 /* writeback.c */
+/* With `verbose`, a UserWarning that the user's value of a parameter, or of its gradient, is taken over. 0 or -1 (C-136). */
+int handle_say_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value);
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
 int handle_take_over_params(struct handle *handle);  /* the part of it about original parameters */
+int handle_check_unheld(struct handle *handle);      /* RuntimeError for data where this rank holds nothing. 0 or -1 */
 int handle_check_views(
     struct handle *handle); /* AssertionError for a view replaced while the storage stays unsharded */
 
@@ -215,6 +249,7 @@ PyObject *handle_call_comm_hook(struct handle *handle); /* reduce what was packe
 void comm_hook_fini(struct comm_hook *hook);
 
 /* gradients.c and reduce.c */
+int handle_refuse_gradient(struct handle *handle, int64_t param); /* -1 with RuntimeError */
 bool handle_has_new_gradients(const struct handle *handle);
 int handle_receive(struct handle *handle, PyObject *args); /* one contribution: the arguments of the node's backward */
 int handle_prepare_gradient(

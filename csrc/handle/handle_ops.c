@@ -74,7 +74,7 @@ static void run(const char *op, struct handle *handle, int (*verb)(struct handle
 
 static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
     OP_CHECK(handle->ready, "%s: the handle is not initialised: run a forward first", op);
-    OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->param_kind &&
+    OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->form->kind &&
                  full->is_contiguous,
              "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
              (long long)handle->layout.padded_numel);
@@ -90,9 +90,9 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     check_full("fsdp_c::unshard", handle, &full);
     run("fsdp_c::unshard", handle, unshard_now);
     op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
-    const struct tensor_view *gathered = handle->full_is_local ? &handle->local_view : &handle->full.view;
+    const struct tensor_view *gathered = handle->form->is_local ? &handle->local_view : &handle->form->full.view;
     if (full.view.data != gathered->data)
-        kernel_cast_divide(full.view.data, handle->param_kind, gathered->data, handle->param_kind, full.numel, 1.0,
+        kernel_cast_divide(full.view.data, handle->form->kind, gathered->data, handle->form->kind, full.numel, 1.0,
                            tensor_kernel_stream(gathered));
 }
 

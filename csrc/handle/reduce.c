@@ -29,8 +29,8 @@ static PyObject *enqueue(struct handle *handle) {
 
 int handle_reduce_enqueue(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
-    gradients->reduce_output =
-        handle->sharded ? torch_empty_like(handle->reduce_output_like.tensor) : Py_NewRef(gradients->reduce_input);
+    gradients->reduce_output = handle->sharded ? torch_empty_like(handle->form->reduce_output_like.tensor)
+                                               : Py_NewRef(gradients->reduce_input);
     if (gradients->reduce_output)
         gradients->work = enqueue(handle);
     return gradients->work ? 0 : -1;
@@ -65,7 +65,7 @@ static int accumulate_output(struct handle *handle, PyObject *output) {
 /* A custom hook may have left another dtype than it was given. */
 static int output_dtype(const struct handle *handle, PyObject *output, enum dtype *dtype) {
     struct tensor_view view;
-    *dtype = handle->reduce_kind;
+    *dtype = handle->form->reduce_kind;
     if (!handle->comm_hook.function)
         return 0;
     if (tensor_view_of(output, &view) < 0)
@@ -167,9 +167,9 @@ static int show_grads(struct handle *handle, PyObject *grad) {
 
 /* NO_SHARD keeps the dtype of the reduction instead. */
 static PyObject *hand_over_dtype(struct handle *handle, PyObject *grad) {
-    if (!handle->sharded || !handle->keep_low_precision_grads || !handle->low_precision)
+    if (!handle->sharded || !handle->keep_low_precision_grads || !handle->form->low_precision)
         return Py_NewRef(grad);
-    return PyObject_CallMethod(grad, "to", "O", handle->param_dtype);
+    return PyObject_CallMethod(grad, "to", "O", handle->form->dtype);
 }
 
 /* flat_param.grad = grad, which has the shape and dtype of the shard in the usual step. */
@@ -301,10 +301,12 @@ static int collect_param_grad(struct handle *handle, PyObject *flat_grad, const 
         return 0;
     if (grad != Py_None) {
         if (tensor_view_of(grad, &view) < 0)
-            return -1;
+            return handle_refuse_gradient(handle, param);
         if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
             return 0;
     }
+    if (handle_say_writeback(handle, param, "Gradient", grad) < 0)
+        return -1;
     PyObject *part = grad_part(handle, flat_grad, param, offset), *done = NULL;
     if (part)
         done =

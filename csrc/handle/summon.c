@@ -38,26 +38,34 @@ static int require_idle(const struct handle *handle) {
     return -1;
 }
 
-/* The full-precision flat parameter, right padding included, new reference; gathered unless it is there. */
+/* Back to the precision of a step; an exception that is set stays. */
+static int leave_full_precision(struct handle *handle) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int result = handle_use_precision(handle, PRECISION_COMPUTE);
+    if (type)
+        PyErr_Restore(type, value, traceback);
+    return result;
+}
+
+/* The full-precision flat parameter, right padding included, new reference; gathered unless it is there. A low-precision copy
+ * that is still gathered is freed: it would be stale after a writeback. */
 static PyObject *gather(struct handle *handle) {
     handle->summon_freed_after = handle->param_state == PARAM_SHARDED;
     if (!handle->sharded)
         return Py_NewRef(handle->local_shard);
-    if (handle->low_precision) {
-        /* a low-precision copy that is still gathered would be stale after a writeback */
-        if (handle_reshard(handle, true) < 0 || handle_gather_full_precision(handle) < 0)
-            return NULL;
-        return Py_NewRef(handle->full_precision.tensor);
-    }
-    if (handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0)
+    int result = handle->forms[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
+    if (result < 0 || handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0) {
+        leave_full_precision(handle);
         return NULL;
-    return Py_NewRef(handle->full.tensor);
+    }
+    return Py_NewRef(handle->form->full.tensor);
 }
 
 int handle_summon_enter(struct handle *handle, bool writeback) {
     if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
         return -1;
-    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+    if (!handle->skip_writeback_check && (handle_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
         return -1;
     PyObject *full = gather(handle);
     if (!full)
@@ -85,6 +93,7 @@ static int settle_replaced(struct handle *handle, PyObject *views, int64_t param
     struct tensor_view is, was;
     if (!value)
         return PyErr_Occurred() ? -1 : 0;
+    value = handle_local_value(handle, value);
     if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
         return -1;
     if (is.data == was.data || !(data = torch_data(value)))
@@ -124,9 +133,7 @@ static int write_back(struct handle *handle) {
 
 static int free_full(struct handle *handle) {
     Py_CLEAR(handle->summon_full);
-    if (handle_show_sharded(handle) < 0 || restore_flat_param(handle) < 0)
-        return -1;
-    if (handle->full_precision.tensor && buffer_free(&handle->full_precision) < 0)
+    if (leave_full_precision(handle) < 0 || handle_show_sharded(handle) < 0 || restore_flat_param(handle) < 0)
         return -1;
     return handle_reshard(handle, handle->summon_freed_after || !handle->sharded);
 }
@@ -169,11 +176,21 @@ static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
     return full;
 }
 
+static int say_zeros(const struct handle *handle) {
+    if (!handle->verbose)
+        return 0;
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "[Rank %lld] Only some but not all ranks have a gradient of unit %S, so that zeros are used "
+        "for those that have none",
+        (long long)handle->layout.rank, handle->name);
+}
+
 /* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New reference. */
 static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
     if (grad != Py_None)
         return Py_NewRef(grad);
-    PyObject *zeros = torch_empty_like(handle->local_shard);
+    PyObject *zeros = say_zeros(handle) < 0 ? NULL : torch_empty_like(handle->local_shard);
     PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
     if (!done || torch_set_foreign_grad(handle->flat_param, zeros) < 0)
         Py_CLEAR(zeros);
@@ -207,6 +224,8 @@ int handle_summon_grads(struct handle *handle) {
     if (!full)
         return -1;
     int result = handle_show_full_grad(handle, full);
+    if (!result && full != Py_None)
+        result = handle_show_wrapped_grads(handle, full);
     ref_set(&handle->summon_grad, full);
     return result;
 }

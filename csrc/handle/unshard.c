@@ -7,21 +7,10 @@
 
 /* ---- lazy init ---- */
 
-static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) {
-    return Py_NewRef(chosen != Py_None ? chosen : fallback);
-}
-
-/* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
-static int init_dtypes(struct handle *handle) {
-    PyObject *param = PyTuple_GetItem(handle->fallback_dtypes, 0),
-             *reduce = PyTuple_GetItem(handle->fallback_dtypes, 1);
+/* Follows the flat parameter, which `.to(dtype)` may have changed (C-018). */
+static int init_dtype(struct handle *handle) {
     ref_set(&handle->orig_dtype, PyObject_GetAttr(handle->flat_param, torch_names.dtype));
-    if (!handle->orig_dtype || !param || !reduce)
-        return -1;
-    ref_set(&handle->param_dtype, dtype_or(param, handle->orig_dtype));
-    ref_set(&handle->reduce_dtype, dtype_or(reduce, handle->param_dtype));
-    handle->low_precision = handle->param_dtype != handle->orig_dtype;
-    return 0;
+    return handle->orig_dtype ? 0 : -1;
 }
 
 static int init_local_shard(struct handle *handle) {
@@ -44,71 +33,6 @@ static int init_local_shard(struct handle *handle) {
         "tensors of the shard's size.",
         (long long)handle->layout.rank, handle->name, (long long)numel, (long long)want);
     return -1;
-}
-
-/* A tensor that only says what to allocate later. New reference. */
-static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
-    struct buffer buffer;
-    if (buffer_init(&buffer, numel, dtype, device, false) < 0)
-        return NULL;
-    PyObject *tensor = buffer_free(&buffer) < 0 ? NULL : Py_NewRef(buffer.tensor);
-    buffer_fini(&buffer);
-    return tensor;
-}
-
-/* Tensors at hand say how gradients look where the dtypes agree; only mixed precision needs others. */
-int handle_init_likes(struct handle *handle) {
-    int64_t padded = handle->layout.padded_numel, shard = handle->layout.shard_numel;
-    PyObject *gradient = handle->full_is_local ? handle->local_shard : handle->full.tensor;
-    bool same = handle->reduce_dtype == handle->param_dtype, same_shard = handle->reduce_dtype == handle->orig_dtype;
-    struct tensor_view view;
-    ref_set(&handle->gradient_like.tensor, Py_NewRef(gradient));
-    ref_set(&handle->reduce_input_like.tensor,
-            same ? Py_NewRef(gradient) : freed_tensor(padded, handle->reduce_dtype, handle->device));
-    ref_set(&handle->reduce_output_like.tensor,
-            same_shard ? Py_NewRef(handle->local_shard) : freed_tensor(shard, handle->reduce_dtype, handle->device));
-    if (!handle->reduce_input_like.tensor || !handle->reduce_output_like.tensor)
-        return -1;
-    if (tensor_view_of(handle->reduce_input_like.tensor, &view) < 0)
-        return -1;
-    handle->reduce_kind = view.dtype;
-    handle->orig_kind = handle->local_view.dtype;
-    handle->param_kind = handle->full_is_local ? handle->orig_kind : handle->full.view.dtype;
-    return 0;
-}
-
-static PyObject *unpadded(struct handle *handle, PyObject *full) {
-    PyObject *part = PyObject_CallMethod(full, "narrow", "iLL", 0, 0LL, (long long)handle->layout.numel);
-    PyObject *data = part ? torch_data(part) : NULL;
-    Py_XDECREF(part);
-    return data;
-}
-
-static int init_full(struct handle *handle) {
-    PyObject *full = handle->local_shard;
-    buffer_fini(&handle->full);
-    buffer_fini(&handle->full_precision);
-    handle->full_is_local = !handle->sharded && !handle->low_precision;
-    if (!handle->full_is_local) {
-        if (buffer_init(&handle->full, handle->layout.padded_numel, handle->param_dtype, handle->device, true) < 0)
-            return -1;
-        full = handle->full.tensor;
-    }
-    ref_set(&handle->full_data, unpadded(handle, full));
-    if (!handle->full_data)
-        return -1;
-    ref_set(&handle->views, handle_make_views(handle, full));
-    if (!handle->views)
-        return -1;
-    if (!handle->full_is_local && buffer_free(&handle->full) < 0)
-        return -1;
-    if (!handle->sharded || !handle->low_precision)
-        return 0;
-    struct buffer *shard = &handle->low_precision_shard;
-    buffer_fini(shard);
-    if (buffer_init(shard, handle->layout.shard_numel, handle->param_dtype, handle->device, false) < 0)
-        return -1;
-    return buffer_free(shard);
 }
 
 static int init_sources(struct handle *handle) {
@@ -159,7 +83,7 @@ static int init_shard_pieces(struct handle *handle) {
 
 /* torch refuses a gradient of another dtype unless the leaf says that any will do. */
 static int allow_low_precision_grads(struct handle *handle) {
-    if (!handle->keep_low_precision_grads || !handle->low_precision)
+    if (!handle->keep_low_precision_grads || !handle->forms[PRECISION_COMPUTE].low_precision)
         return 0;
     if (PyObject_SetAttr(handle->flat_param, torch_names.grad_dtype, Py_None) < 0)
         return -1;
@@ -171,7 +95,7 @@ static int allow_low_precision_grads(struct handle *handle) {
 
 int handle_init_shard(struct handle *handle) {
     handle->ready = false;
-    if (init_dtypes(handle) < 0 || init_local_shard(handle) < 0)
+    if (init_dtype(handle) < 0 || init_local_shard(handle) < 0)
         return -1;
     return handle->params ? handle_point_params_at_shard(handle) : 0;
 }
@@ -179,9 +103,9 @@ int handle_init_shard(struct handle *handle) {
 int handle_lazy_init(struct handle *handle) {
     if (handle->local_shard && !handle->ready && handle_take_over_params(handle) < 0)
         return -1;
-    if (handle_init_shard(handle) < 0 || init_full(handle) < 0)
+    if (handle_init_shard(handle) < 0 || handle_init_forms(handle) < 0)
         return -1;
-    if (handle_init_likes(handle) < 0 || init_sources(handle) < 0 || init_shard_pieces(handle) < 0)
+    if (init_sources(handle) < 0 || init_shard_pieces(handle) < 0)
         return -1;
     if (allow_low_precision_grads(handle) < 0)
         return -1;
@@ -196,21 +120,21 @@ static const struct kernel_stream *stream_of(const struct handle *handle) {
 }
 
 static int cast_local_shard(struct handle *handle, struct buffer *output) {
-    return tensor_check(kernel_cast_divide(output->view.data, handle->param_kind, handle->local_view.data,
+    return tensor_check(kernel_cast_divide(output->view.data, handle->form->kind, handle->local_view.data,
                                            handle->orig_kind, handle->layout.shard_numel, 1.0, stream_of(handle)),
                         "cast of a shard");
 }
 
 static int enqueue_gather(struct handle *handle) {
     PyObject *input = handle->local_shard;
-    if (handle->low_precision) {
-        input = handle->low_precision_shard.tensor;
-        if (buffer_alloc(&handle->low_precision_shard) < 0)
+    if (handle->form->low_precision) {
+        input = handle->form->low_precision_shard.tensor;
+        if (buffer_alloc(&handle->form->low_precision_shard) < 0)
             return -1;
-        if (cast_local_shard(handle, &handle->low_precision_shard) < 0)
+        if (cast_local_shard(handle, &handle->form->low_precision_shard) < 0)
             return -1;
     }
-    ref_set(&handle->unshard_work, collective_all_gather(&handle->shard_group, handle->full.tensor, input));
+    ref_set(&handle->unshard_work, collective_all_gather(&handle->shard_group, handle->form->full.tensor, input));
     return handle->unshard_work ? 0 : -1;
 }
 
@@ -218,8 +142,8 @@ static int enqueue_gather(struct handle *handle) {
 static int free_after_failure(struct handle *handle) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    buffer_free(&handle->full);
-    buffer_free(&handle->low_precision_shard);
+    buffer_free(&handle->form->full);
+    buffer_free(&handle->form->low_precision_shard);
     PyErr_Restore(type, value, traceback);
     return -1;
 }
@@ -229,10 +153,10 @@ int handle_unshard_enqueue(struct handle *handle) {
         return 0;
     if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
-    if (!handle->full_is_local) {
-        if (buffer_alloc(&handle->full) < 0)
+    if (!handle->form->is_local) {
+        if (buffer_alloc(&handle->form->full) < 0)
             return -1;
-        int failed = handle->sharded ? enqueue_gather(handle) : cast_local_shard(handle, &handle->full);
+        int failed = handle->sharded ? enqueue_gather(handle) : cast_local_shard(handle, &handle->form->full);
         if (failed)
             return free_after_failure(handle);
     }
@@ -244,7 +168,7 @@ static int wait_for_gather(struct handle *handle) {
     handle->unshard_work = NULL;
     if (work && collective_wait(work) < 0)
         return -1;
-    return handle->low_precision_shard.tensor ? buffer_free(&handle->low_precision_shard) : 0;
+    return handle->form->low_precision_shard.tensor ? buffer_free(&handle->form->low_precision_shard) : 0;
 }
 
 static int abandon_unshard(struct handle *handle) {
@@ -257,7 +181,7 @@ int handle_unshard_wait(struct handle *handle) {
         return 0;
     if (wait_for_gather(handle) < 0)
         return abandon_unshard(handle);
-    if (!handle->full_is_local && torch_set_data(handle->flat_param, handle->full_data) < 0)
+    if (!handle->form->is_local && torch_set_data(handle->flat_param, handle->form->full_data) < 0)
         return abandon_unshard(handle);
     return handle_set_param_state(handle, PARAM_UNSHARDED);
 }
@@ -267,25 +191,13 @@ int handle_reshard(struct handle *handle, bool free_storage) {
         return -1;
     if (handle->param_state != PARAM_UNSHARDED)
         return 0;
-    if (!handle->full_is_local && torch_set_data(handle->flat_param, handle->local_shard) < 0)
+    if (!handle->form->is_local && torch_set_data(handle->flat_param, handle->local_shard) < 0)
         return -1;
     if (!free_storage)
         return 0;
-    if (!handle->full_is_local && buffer_free(&handle->full) < 0)
+    if (!handle->form->is_local && buffer_free(&handle->form->full) < 0)
         return -1;
     return handle_set_param_state(handle, PARAM_SHARDED);
-}
-
-int handle_gather_full_precision(struct handle *handle) {
-    struct buffer *buffer = &handle->full_precision;
-    if (!buffer->tensor) {
-        if (buffer_init(buffer, handle->layout.padded_numel, handle->orig_dtype, handle->device, true) < 0)
-            return -1;
-    }
-    if (buffer_alloc(buffer) < 0)
-        return -1;
-    PyObject *work = collective_all_gather(&handle->shard_group, buffer->tensor, handle->local_shard);
-    return work ? collective_wait(work) : -1;
 }
 
 bool handle_reshards_after_forward(const struct handle *handle) {
@@ -293,6 +205,6 @@ bool handle_reshards_after_forward(const struct handle *handle) {
 }
 
 int64_t handle_unsharded_nbytes(const struct handle *handle) {
-    return (handle->full.allocated ? handle->full.nbytes : 0) +
-           (handle->full_precision.allocated ? handle->full_precision.nbytes : 0);
+    const struct buffer *full = &handle->form->full;
+    return full->allocated ? full->nbytes : 0;
 }

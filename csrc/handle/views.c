@@ -14,6 +14,28 @@ PyObject *handle_make_views(struct handle *handle, PyObject *full) {
     return views;
 }
 
+/* What wrap_views makes of `views`, or `views` themselves. New reference. */
+static PyObject *wrapped(const struct handle *handle, PyObject *views) {
+    return handle->wrap_views ? PyObject_CallFunctionObjArgs(handle->wrap_views, views, NULL) : Py_NewRef(views);
+}
+
+int handle_wrap_views(struct handle *handle) {
+    if (!handle->wrap_views)
+        return 0;
+    ref_set(&handle->wrapped_views, wrapped(handle, handle->form->views));
+    return handle->wrapped_views ? 0 : -1;
+}
+
+PyObject *handle_local_value(const struct handle *handle, PyObject *value) {
+    PyObject *local = handle->wrap_views ? PyObject_GetAttrString(value, "_local_tensor") : NULL;
+    if (!local) {
+        PyErr_Clear();
+        return value;
+    }
+    Py_DECREF(local); /* `value` keeps it */
+    return local;
+}
+
 static PyObject *shard_part(struct handle *handle, int64_t param) {
     const struct layout_shard_range *range = &handle->layout.shard_ranges[param];
     if (!handle->sharded)
@@ -73,9 +95,7 @@ static int show_as_attribute(const struct slot *slot, PyObject *value) {
     return PyDict_SetItem(slot->attributes, slot->name, value);
 }
 
-int handle_show_views(struct handle *handle, PyObject *views) {
-    if (handle->shown == SHOWN_VIEWS && !handle->use_orig_params)
-        return 0; /* the slots keep these very objects */
+static int show_views(struct handle *handle, PyObject *views) {
     for (int64_t i = 0; i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
         PyObject *view = PyTuple_GetItem(views, slot->param);
@@ -87,10 +107,29 @@ int handle_show_views(struct handle *handle, PyObject *views) {
     return 0;
 }
 
-static int show_params(struct handle *handle) {
+int handle_show_views(struct handle *handle) {
+    if (handle->wrap_views) {
+        if (!handle->wrapped_views && handle_wrap_views(handle) < 0)
+            return -1;
+        return show_views(handle, handle->wrapped_views);
+    }
+    if (handle->shown == SHOWN_VIEWS && !handle->use_orig_params)
+        return 0; /* the slots keep these very objects */
+    return show_views(handle, handle->form->views);
+}
+
+int handle_unwrap_views(struct handle *handle) {
+    if (!handle->wrapped_views)
+        return 0;
+    Py_CLEAR(handle->wrapped_views);
+    return handle->shown == SHOWN_VIEWS ? show_views(handle, handle->form->views) : 0;
+}
+
+/* `params`: a list of Parameters. */
+static int show_params(struct handle *handle, PyObject *params) {
     for (int64_t i = 0; i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
-        if (show_in_parameters(slot, PyList_GetItem(handle->params, slot->param)) < 0)
+        if (show_in_parameters(slot, PyList_GetItem(params, slot->param)) < 0)
             return -1;
         if (slot->custom_setattr && remove_key(slot->attributes, slot->name) < 0)
             return -1;
@@ -104,7 +143,7 @@ int handle_show_sharded(struct handle *handle) {
     if (handle->use_orig_params) {
         if (handle->shown == SHOWN_FULL_PARAMS && handle_point_params_at_shard(handle) < 0)
             return -1;
-        if (show_params(handle) < 0)
+        if (show_params(handle, handle->params) < 0)
             return -1;
         handle->shown = SHOWN_SHARDED;
         return 0;
@@ -112,48 +151,71 @@ int handle_show_sharded(struct handle *handle) {
     if (handle->shown == SHOWN_VIEWS)
         return 0;
     handle->shown = SHOWN_NOTHING;
-    return handle_show_views(handle, handle->views);
+    return handle_show_views(handle);
 }
 
 /* ---- full parameters ---- */
 
-static int point_params_at(struct handle *handle, PyObject *views) {
-    for (int64_t i = 0; i < handle->num_params; i++)
-        if (torch_set_data(PyList_GetItem(handle->params, i), PyTuple_GetItem(views, i)) < 0)
-            return -1;
-    return show_params(handle);
-}
-
-static PyObject *new_parameter(PyObject *view, PyObject *requires_grad) {
-    return PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL);
-}
-
-/* One fresh Parameter per parameter; a shared one appears under all its names. */
-static int show_fresh_params(struct handle *handle, PyObject *views) {
-    PyObject *requires_grad = PyObject_GetAttr(handle->flat_param, torch_names.requires_grad);
-    PyObject *params = PyTuple_New(handle->num_params);
-    int result = requires_grad && params ? 0 : -1;
-    for (int64_t i = 0; !result && i < handle->num_params; i++) {
-        PyObject *param = new_parameter(PyTuple_GetItem(views, i), requires_grad);
-        result = param ? PyTuple_SetItem(params, i, param) : -1;
-    }
-    for (int64_t i = 0; !result && i < handle->num_slots; i++) {
-        const struct slot *slot = &handle->slots[i];
-        result = remove_key(slot->attributes, slot->name);
-        if (!result)
-            result = show_in_parameters(slot, PyTuple_GetItem(params, slot->param));
-    }
+static PyObject *new_parameter(PyObject *view, PyObject *model) {
+    PyObject *requires_grad = PyObject_GetAttr(model, torch_names.requires_grad);
+    PyObject *param =
+        requires_grad ? PyObject_CallFunctionObjArgs(torch_names.parameter_type, view, requires_grad, NULL) : NULL;
     Py_XDECREF(requires_grad);
-    Py_XDECREF(params);
-    return result;
+    return param;
+}
+
+/* What stands for one parameter in full, new reference: the original Parameter where it can take `value` for its data, which is
+ * not so for a DTensor; else a fresh one. */
+static PyObject *full_param(struct handle *handle, int64_t i, PyObject *view, PyObject *value) {
+    if (!handle->use_orig_params)
+        return new_parameter(value, handle->flat_param);
+    PyObject *param = PyList_GetItem(handle->params, i);
+    if (value != view)
+        return new_parameter(value, param);
+    return torch_set_data(param, view) < 0 ? NULL : Py_NewRef(param);
+}
+
+static PyObject *full_params(struct handle *handle, PyObject *views, PyObject *values) {
+    PyObject *params = PyList_New(handle->num_params);
+    for (int64_t i = 0; params && i < handle->num_params; i++) {
+        PyObject *param = full_param(handle, i, PyTuple_GetItem(views, i), PyTuple_GetItem(values, i));
+        if (!param || PyList_SetItem(params, i, param) < 0)
+            Py_CLEAR(params);
+    }
+    return params;
+}
+
+/* One Parameter per parameter; a shared one appears under all its names. */
+static int show_full(struct handle *handle, PyObject *params) {
+    for (int64_t i = 0; !handle->use_orig_params && i < handle->num_slots; i++)
+        if (remove_key(handle->slots[i].attributes, handle->slots[i].name) < 0)
+            return -1;
+    return show_params(handle, params);
 }
 
 int handle_show_full_params(struct handle *handle, PyObject *full) {
-    PyObject *views = handle_make_views(handle, full);
-    if (!views)
-        return -1;
-    int result = handle->use_orig_params ? point_params_at(handle, views) : show_fresh_params(handle, views);
-    Py_DECREF(views);
+    PyObject *views = handle_make_views(handle, full), *values = views ? wrapped(handle, views) : NULL;
+    PyObject *params = values ? full_params(handle, views, values) : NULL;
+    int result = params ? show_full(handle, params) : -1;
+    Py_XDECREF(views);
+    Py_XDECREF(values);
+    Py_XDECREF(params);
     handle->shown = SHOWN_FULL_PARAMS;
+    return result;
+}
+
+int handle_show_wrapped_grads(struct handle *handle, PyObject *full) {
+    PyObject *views = handle->wrap_views ? handle_make_views(handle, full) : NULL;
+    PyObject *values = views ? wrapped(handle, views) : NULL;
+    int result = values || !handle->wrap_views ? 0 : -1;
+    for (int64_t i = 0; values && !result && i < handle->num_params; i++) {
+        const struct slot *slot = &handle->slots[i];
+        PyObject *value = PyTuple_GetItem(values, i), *param = PyDict_GetItemWithError(slot->parameters, slot->name);
+        int requires_grad = param ? torch_requires_grad(param) : PyErr_Occurred() ? -1 : 0;
+        bool is_wrapped = value != PyTuple_GetItem(views, i);
+        result = requires_grad > 0 && is_wrapped ? torch_set_grad(param, value) : requires_grad < 0 ? -1 : 0;
+    }
+    Py_XDECREF(views);
+    Py_XDECREF(values);
     return result;
 }

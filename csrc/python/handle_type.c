@@ -37,30 +37,34 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "reduce_dtype",
                             "name",
                             "flat_param_owner",
+                            "wrap_views",
                             "strategy",
                             "use_orig_params",
                             "keep_low_precision_grads",
                             "skip_writeback_check",
+                            "verbose",
                             "predivide",
                             "postdivide",
                             NULL};
     struct handle_spec spec = {0};
     PyObject *layout;
-    int orig, keep, skip;
+    int orig, keep, skip, verbose;
     if (inside(self)->flat_param) {
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "OOOO!O!O!OOOOOUOipppdd", names, &layout, &spec.flat_param, &spec.params, &PyTuple_Type,
-            &spec.shapes, &PyTuple_Type, &spec.strides, &PyList_Type, &spec.slots, &spec.process_group,
-            &spec.replicate_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
-            &spec.flat_param_owner, &spec.strategy, &orig, &keep, &skip, &spec.predivide, &spec.postdivide))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOOippppdd", names, &layout, &spec.flat_param,
+                                     &spec.params, &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides,
+                                     &PyList_Type, &spec.slots, &spec.process_group, &spec.replicate_group,
+                                     &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
+                                     &spec.flat_param_owner, &spec.wrap_views, &spec.strategy, &orig, &keep, &skip,
+                                     &verbose, &spec.predivide, &spec.postdivide))
         return -1;
     spec.layout_owner = layout;
     spec.use_orig_params = orig;
     spec.keep_low_precision_grads = keep;
     spec.skip_writeback_check = skip;
+    spec.verbose = verbose;
     if (!(spec.layout = layout_of(layout)))
         return -1;
     return handle_init(inside(self), &spec);
@@ -252,7 +256,7 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
     (void)unused;
     if (!handle)
         return NULL;
-    return Py_NewRef(handle->full_is_local ? handle->local_shard : handle->full.tensor);
+    return Py_NewRef(handle->form->is_local ? handle->local_shard : handle->form->full.tensor);
 }
 
 static PyObject *get_op_id(PyObject *self, void *unused) {

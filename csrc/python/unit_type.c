@@ -32,16 +32,18 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                             "backward_prefetch",
                             "forward_prefetch",
                             "limit_all_gathers",
+                            "full_precision_in_eval",
                             NULL};
     struct unit_spec spec = {0};
     PyObject *handle;
-    int cast, cast_root, prefetch, limit;
+    int cast, cast_root, prefetch, limit, full_precision;
     if (inside(self)->module_ref) {
         PyErr_SetString(PyExc_RuntimeError, "a Unit is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipp", names, &spec.module, &handle, &spec.name,
-                                     &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch, &limit))
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppippp", names, &spec.module, &handle, &spec.name,
+                                     &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch, &limit,
+                                     &full_precision))
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;
@@ -52,6 +54,7 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     spec.cast_root_forward_inputs = cast_root;
     spec.forward_prefetch = prefetch;
     spec.limit_all_gathers = limit;
+    spec.full_precision_in_eval = full_precision;
     return unit_init(inside(self), self, &spec);
 }
 

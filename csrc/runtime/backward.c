@@ -18,13 +18,13 @@ static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
+    if (precision_for_backward(unit) < 0 || schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     unit->needs_pre_backward_unshard = unit->prefetched = false;
     if (prefetch_before_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
-    if (handle->use_orig_params && handle_show_views(handle, handle->views) < 0)
+    if (handle->use_orig_params && handle_show_views(handle) < 0)
         return -1;
     return handle_prepare_gradient(handle);
 }
@@ -100,13 +100,25 @@ static int post_backward(struct unit *unit) {
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
 }
 
+/* Helps to find out which hooks do not run, under some ways of checkpointing (D-065). */
+static int say_post_backward(const struct unit *unit) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    if (!unit->handle->use_orig_params || !module || module == Py_None)
+        return 0;
+    PyObject *done = PyObject_CallMethod(module, "_log_post_backward", NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 int unit_post_backward(struct unit *unit) {
     if (!unit->runtime || !unit->handle || !handle_has_new_gradients(unit->handle))
         return 0;
     bool enabled = torch_grad_enabled();
     PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook");
     torch_set_grad_enabled(false);
-    int result = post_backward(unit);
+    int result = unit->handle->verbose ? say_post_backward(unit) : 0;
+    if (!result)
+        result = post_backward(unit);
     torch_set_grad_enabled(enabled);
     profile_end(range);
     return result;

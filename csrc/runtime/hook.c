@@ -15,7 +15,7 @@ static PyObject *hook_call(PyObject *self, PyObject *args, PyObject *kwargs) {
     (void)args;
     (void)kwargs;
     hook->on_drop = NULL;
-    if (hook->target && hook->function(hook->target) < 0)
+    if (hook->target && hook->function && hook->function(hook->target) < 0)
         return NULL;
     Py_RETURN_NONE;
 }

@@ -7,11 +7,6 @@ static PyObject *apply; /* owned for ever; the function class's C apply: torch's
 
 /* ---- the function's two methods ---- */
 
-static int receive(void *target) {
-    (void)target;
-    return 0;
-}
-
 /* forward(context, anchor, token) -> the unit's views. The frozen ones among them get no gradient. */
 static PyObject *frozen_views(const struct handle *handle) {
     PyObject *frozen = NULL;
@@ -21,7 +16,7 @@ static PyObject *frozen_views(const struct handle *handle) {
             continue;
         if (requires_grad < 0 || (!frozen && !(frozen = PyList_New(0))))
             return NULL;
-        if (PyList_Append(frozen, PyTuple_GetItem(handle->views, i)) < 0) {
+        if (PyList_Append(frozen, PyTuple_GetItem(handle->form->views, i)) < 0) {
             Py_DECREF(frozen);
             return NULL;
         }
@@ -47,7 +42,7 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
-    return result < 0 ? NULL : Py_NewRef(unit->handle->views);
+    return result < 0 ? NULL : Py_NewRef(unit->handle->form->views);
 }
 
 /* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
@@ -101,8 +96,7 @@ static PyObject *make_class(PyObject *function) {
 int node_init(void) {
     if (apply)
         return 0;
-    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL, *base = NULL,
-             *super = NULL;
+    PyObject *autograd = PyImport_ImportModule("torch.autograd"), *function = NULL, *class = NULL, *super = NULL;
     if (autograd)
         function = PyObject_GetAttrString(autograd, "Function");
     if (function)
@@ -114,7 +108,6 @@ int node_init(void) {
     Py_XDECREF(autograd);
     Py_XDECREF(function);
     Py_XDECREF(class);
-    Py_XDECREF(base);
     Py_XDECREF(super);
     return apply ? 0 : -1;
 }
@@ -141,7 +134,7 @@ static PyObject *accumulation_node(PyObject *leaf) {
 
 static int make_anchor(struct unit *unit) {
     PyObject *removable = NULL;
-    PyObject *anchor = torch_empty(1, unit->handle->param_dtype, unit->handle->device);
+    PyObject *anchor = torch_empty(1, unit->handle->form->dtype, unit->handle->device);
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         goto fail;
     if (!(unit->anchor_node = accumulation_node(anchor)))
@@ -166,7 +159,7 @@ int unit_attach_views(struct unit *unit) {
     bool enabled = torch_grad_enabled();
     if (!enabled && torch_inference_mode())
         return 0; /* nothing is recorded there, whatever is turned on */
-    PyObject *token = hook_new(receive, unit, unit->object), *views = NULL;
+    PyObject *token = hook_new(NULL, unit, unit->object), *views = NULL;
     if (!enabled)
         torch_set_grad_enabled(true);
     if (token && (unit->anchor || make_anchor(unit) == 0))
@@ -179,19 +172,29 @@ int unit_attach_views(struct unit *unit) {
     return views ? 0 : -1;
 }
 
+static int detach_view(PyObject *view) {
+    int requires_grad = torch_requires_grad(view);
+    PyObject *done =
+        requires_grad > 0 ? PyObject_CallMethodObjArgs(view, torch_names.detach_, NULL) : Py_NewRef(Py_None);
+    Py_XDECREF(done);
+    return done && requires_grad >= 0 ? 0 : -1;
+}
+
+static int detach_form(const struct form *form, int64_t num_params) {
+    for (int64_t i = 0; form->views && i < num_params; i++)
+        if (detach_view(PyTuple_GetItem(form->views, i)) < 0)
+            return -1;
+    return 0;
+}
+
 int unit_detach_views(struct unit *unit) {
-    PyObject *views = unit->handle ? unit->handle->views : NULL;
-    if (!unit->views_attached || !views)
+    if (!unit->views_attached || !unit->handle)
         return 0;
     unit->views_attached = false;
-    for (int64_t i = 0; i < unit->handle->num_params; i++) {
-        PyObject *view = PyTuple_GetItem(views, i);
-        int requires_grad = torch_requires_grad(view);
-        PyObject *done =
-            requires_grad > 0 ? PyObject_CallMethodObjArgs(view, torch_names.detach_, NULL) : Py_NewRef(Py_None);
-        Py_XDECREF(done);
-        if (!done || requires_grad < 0)
+    if (handle_unwrap_views(unit->handle) < 0)
+        return -1;
+    for (int i = 0; i < PRECISIONS; i++)
+        if (detach_form(&unit->handle->forms[i], unit->handle->num_params) < 0)
             return -1;
-    }
     return 0;
 }

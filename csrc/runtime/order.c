@@ -36,10 +36,10 @@ int order_record_post_forward(struct unit *unit) {
     return 0;
 }
 
-static int prefetch(struct unit *candidate) {
+static int prefetch(struct unit *candidate, int (*choose_precision)(struct unit *)) {
     if (candidate->prefetched || candidate->handle->param_state != PARAM_SHARDED)
         return 0;
-    if (schedule_unshard(candidate) < 0)
+    if (choose_precision(candidate) < 0 || schedule_unshard(candidate) < 0)
         return -1;
     candidate->prefetched = true;
     return 0;
@@ -53,7 +53,7 @@ int order_prefetch_forward(struct unit *unit) {
         return 0;
     PyObject *range = profile_begin("FullyShardedDataParallel._pre_forward_prefetch");
     for (int64_t next = here + 1; !result && next <= last && next < runtime->num_pre; next++)
-        result = prefetch(runtime->pre_order[next]);
+        result = prefetch(runtime->pre_order[next], precision_for_forward);
     profile_end(range);
     return result;
 }
@@ -63,7 +63,7 @@ int order_prefetch_backward(struct unit *unit) {
     int64_t here = unit->post_forward_index, last = here - runtime->backward_prefetch_limit;
     for (int64_t next = here - 1; next >= last && next >= 0; next--) {
         struct unit *candidate = runtime->post_order[next];
-        if (candidate->needs_pre_backward_unshard && prefetch(candidate) < 0)
+        if (candidate->needs_pre_backward_unshard && prefetch(candidate, precision_for_backward) < 0)
             return -1;
     }
     return 0;
@@ -80,10 +80,10 @@ int unit_unshard(struct unit *unit) {
                      (long long)handle->layout.rank, unit->name);
         return -1;
     }
-    if (schedule_unshard(unit) < 0)
+    if (precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)
         return -1;
     unit->prefetched = true;
-    return handle_show_views(handle, handle->views);
+    return handle_show_views(handle);
 }
 
 int unit_wait_unsharded(struct unit *unit) {

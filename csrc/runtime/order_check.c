@@ -121,17 +121,6 @@ static int compare_iterations(struct order_check *check, int64_t index) {
 
 /* ---- entry points ---- */
 
-/* Is the wrapped module in training mode? Nothing marks the end of an iteration in evaluation. 1, 0 or -1. */
-static int is_training(const struct unit *unit) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
-    PyObject *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
-    int result = training ? PyObject_IsTrue(training) : -1;
-    Py_XDECREF(wrapped);
-    Py_XDECREF(training);
-    return result;
-}
-
 static int64_t index_of(const struct unit *unit) {
     int64_t index = 0;
     while (unit->runtime->units[index] != unit)
@@ -140,7 +129,7 @@ static int64_t index_of(const struct unit *unit) {
 }
 
 int order_check_pre_forward(struct order_check *check, struct unit *unit) {
-    int training = is_training(unit);
+    int training = unit_is_training(unit); /* nothing marks the end of an iteration in evaluation */
     if (training <= 0)
         return training;
     int64_t index = index_of(unit);

@@ -38,6 +38,7 @@ struct unit {
     bool cast_forward_inputs, cast_root_forward_inputs;
     enum backward_prefetch backward_prefetch;
     bool forward_prefetch, limit_all_gathers;
+    bool full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
 
     bool is_root;
     bool sync_gradients;
@@ -54,6 +55,8 @@ struct unit {
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     int64_t pre_forward_index, post_forward_index; /* place in the runtime's orders, -1 when not recorded */
     bool ran_pre_backward, needs_pre_backward_unshard, prefetched;
+    bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
+    enum precision graph_precision; /* of the last forward that a backward can follow */
     stream_event gathered, reduced; /* owned; ends of this unit's last all-gather and reduction */
 };
 
@@ -61,6 +64,7 @@ struct unit_spec {
     PyObject *module, *handle_object /* or NULL */, *name, *param_dtype /* or None */;
     struct handle *handle;
     bool cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
+    bool full_precision_in_eval;
     int backward_prefetch;
 };
 
@@ -73,6 +77,11 @@ int unit_set_training_state(struct unit *unit, enum training_state state);
 
 /* unit.c: the instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle again. */
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
+
+/* precision.c: in which precision the unit is gathered next. 0 or -1. */
+int precision_for_forward(struct unit *unit);  /* follows the mode of the wrapped module, where that was asked for */
+int precision_for_backward(struct unit *unit); /* that of its forward */
+int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
 
 /* backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. */
 int unit_pre_backward(struct unit *unit);

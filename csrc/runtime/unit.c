@@ -45,6 +45,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->backward_prefetch = (enum backward_prefetch)spec->backward_prefetch;
     unit->forward_prefetch = spec->forward_prefetch;
     unit->limit_all_gathers = spec->limit_all_gathers;
+    unit->full_precision_in_eval = spec->full_precision_in_eval;
     unit->sync_gradients = true;
     unit->pre_forward_index = unit->post_forward_index = -1;
     return unit->module_ref ? 0 : -1;
@@ -75,6 +76,16 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
 
 /* ---- state ---- */
 
+/* For messages: the rank in the group of the first unit with parameters, -1 where there is none. */
+static long long unit_rank(const struct unit *unit) {
+    if (unit->handle)
+        return (long long)unit->handle->layout.rank;
+    for (int64_t i = 0; unit->runtime && i < unit->runtime->num_units; i++)
+        if (unit->runtime->units[i]->handle)
+            return (long long)unit->runtime->units[i]->handle->layout.rank;
+    return -1;
+}
+
 int unit_set_training_state(struct unit *unit, enum training_state state) {
     static const bool allowed[USE_STATES][USE_STATES] = {
         [USE_IDLE] = {[USE_IDLE] = true, [USE_FORWARD] = true, [USE_SUMMON_FULL_PARAMS] = true},
@@ -82,8 +93,8 @@ int unit_set_training_state(struct unit *unit, enum training_state state) {
         [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
     };
     if (!allowed[unit->training_state][state]) {
-        PyErr_Format(PyExc_RuntimeError, "unit %S: illegal transition from %s to %s", unit->name,
-                     training_state_name(unit->training_state), training_state_name(state));
+        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s", unit_rank(unit),
+                     unit->name, training_state_name(unit->training_state), training_state_name(state));
         return -1;
     }
     unit->training_state = state;
@@ -115,7 +126,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, 
         PyErr_Clear();
         return false;
     }
-    if (move && unit->handle && view.device != unit->handle->full.view.device &&
+    if (move && unit->handle && view.device != unit->handle->form->full.view.device &&
         view.device != unit->handle->local_view.device)
         return false;
     if (!cast)
@@ -138,10 +149,20 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
     return true;
 }
 
+/* A root casts as a root, and any unit with parameters as a unit (D-023, D-031). */
+static bool casts_inputs(const struct unit *unit) {
+    const struct handle *handle = unit->handle;
+    if (!unit->param_dtype || (handle && handle->form == &handle->forms[PRECISION_FULL]))
+        return false;
+    if (unit->is_root && unit->cast_root_forward_inputs && !unit->evaluating)
+        return true;
+    return handle && unit->cast_forward_inputs;
+}
+
 /* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. */
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
     bool move = unit->is_root && unit->handle;
-    bool cast = unit->param_dtype && (unit->is_root ? unit->cast_root_forward_inputs : unit->cast_forward_inputs);
+    bool cast = casts_inputs(unit);
     if ((!move && !cast) || inputs_are_ready(unit, *args, *kwargs, move, cast))
         return 0;
     PyObject *range = move ? profile_begin("FullyShardedDataParallel._to_kwargs") : NULL;
@@ -207,7 +228,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     int trainable = is_trainable(handle);
     if (trainable < 0 || (trainable ? unit_attach_views(unit) : unit_detach_views(unit)) < 0)
         return -1;
-    if (handle_show_views(handle, handle->views) < 0)
+    if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0)
         return -1;
     return trainable ? 0 : watch_inputs(unit, args, kwargs);
 }
@@ -233,6 +254,8 @@ static int unshard_for_forward(struct unit *unit) {
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    if (precision_for_forward(unit) < 0)
+        return -1;
     if (unit->handle && unshard_for_forward(unit) < 0)
         return -1;
     if (convert_inputs(unit, args, kwargs) < 0)
@@ -240,11 +263,21 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
 
+/* Buffers follow the mode as well (D-021). */
+static int cast_buffers(struct unit *unit) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    PyObject *done = module ? PyObject_CallMethod(module, "_cast_buffers_for_mode", NULL) : NULL;
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 static int root_pre_forward(struct unit *unit) {
     if (!unit->is_root)
         return 0;
     PyObject *range = profile_begin("FullyShardedDataParallel._root_pre_forward");
-    int result = runtime_root_pre_forward(unit->runtime);
+    int result = unit->full_precision_in_eval ? cast_buffers(unit) : 0;
+    if (!result)
+        result = runtime_root_pre_forward(unit->runtime);
     profile_end(range);
     return result;
 }
@@ -350,6 +383,8 @@ static int expect_backward(struct unit *unit, PyObject *output, bool *expected) 
     Py_XDECREF(hook);
     *expected = hooked > 0;
     unit->needs_pre_backward_unshard = *expected && unit->handle;
+    if (unit->needs_pre_backward_unshard)
+        unit->graph_precision = (enum precision)(unit->handle->form - unit->handle->forms);
     return result;
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -34,6 +35,10 @@ class Generator(Net):
             x = torch.tanh(self(self.encode(x)))
             outputs.append(x)
         return outputs
+
+    def through_forward(self, x: Tensor) -> Tensor:
+        """Calls a unit."""
+        return self.blocks[0](x)
 
     def fail(self, x: Tensor) -> Tensor:
         raise ValueError("planted")
@@ -132,11 +137,42 @@ def test_registered_method_runs_inside_summon_full_params(rank: int, world_size:
     assert all(torch.equal(*pair) for pair in zip(outputs, plain().generate(batch(rank)), strict=True))
 
 
+@both_views
 @on_ranks(2)
-def test_unregistered_method_fails_on_the_shard(rank: int, world_size: int) -> None:  # D-128
-    model = build()
-    with pytest.raises((RuntimeError, IndexError)):
+def test_error_of_an_unregistered_method_names_the_unit_and_the_remedy(  # D-128, parity 17
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = build(use_orig_params=use_orig_params)
+    with pytest.raises((RuntimeError, IndexError)) as found:
         model.encode(batch(rank))
+    message = str(found.value)
+    for part in (f"rank {rank}, unit Generator", "'inp' are sharded", "register_forward_method(module, 'encode')"):
+        assert part in message
+    register_forward_method(model, "encode")
+    assert torch.equal(model.encode(batch(rank)), plain().encode(batch(rank)))
+
+
+@on_ranks(2)
+def test_error_of_a_method_with_gathered_parameters_stays_as_it_is(rank: int, world_size: int) -> None:
+    """Its own errors, those inside a forward, and those inside summon_full_params."""
+    model = build()
+    model(batch(rank))
+    with pytest.raises(ValueError, match="^planted$"):
+        model.fail(batch(rank))
+    with pytest.raises(RuntimeError) as found:
+        model.through_forward(batch(rank)[:, 1:])
+    assert "register_forward_method" not in str(found.value)
+    with FSDP.summon_full_params(model), pytest.raises(RuntimeError) as found:
+        model.encode(batch(rank)[:, 1:])
+    assert "register_forward_method" not in str(found.value)
+
+
+@on_ranks(1)
+def test_method_of_the_wrapped_module_is_still_a_bound_method(rank: int, world_size: int) -> None:
+    model = build()
+    assert inspect.ismethod(model.generate) and model.generate.__self__ is model.module
+    assert inspect.signature(model.generate) == inspect.signature(model.module.generate)
+    assert (model.encode.__name__, model.encode.__doc__) == ("encode", model.module.encode.__doc__)
 
 
 @on_ranks(2)

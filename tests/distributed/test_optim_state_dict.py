@@ -537,3 +537,81 @@ def test_sharded_config_is_the_default_of_the_sharded_type(rank, world_size):
         settings = type(model).get_state_dict_type(model)
     assert isinstance(settings.optim_state_dict_config, ShardedOptimStateDictConfig)
     assert settings.optim_state_dict_config.offload_to_cpu
+
+
+# ----------------------------------------------------------------- optimizers keyed by names
+
+
+def keyed_by_names(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """As torch's NamedOptimizer and TorchRec's KeyedOptimizer give their state."""
+    names = [name for name, _ in model.named_parameters()]
+    state = optimizer.state_dict()
+    groups = [{**group, "params": [names[key] for key in group["params"]]} for group in state["param_groups"]]
+    return {"state": {names[key]: one for key, one in state["state"].items()}, "param_groups": groups}
+
+
+@both_views
+@on_ranks(2)
+def test_state_keyed_by_names_equals_torchs_and_loads_again(rank, world_size, use_orig_params):
+    """F-060."""
+    results = []
+    for which in ("torch", "fsdp_c"):
+        model, optimizer = trained(use_orig_params, rank, which=which)
+        with type(model).state_dict_type(model, FULL, None, WHOLE):
+            state = type(model).optim_state_dict(model, optimizer, keyed_by_names(model, optimizer))
+        loaded = to_load(model, optimizer, state, is_named_optimizer=True)
+        results.append((state, loaded))
+    for torchs, ours in zip(*results, strict=True):
+        assert sorted(torchs["state"]) == sorted(ours["state"])
+        for name, state in torchs["state"].items():
+            for key, value in state.items():
+                assert_same_value((name, key), value, ours["state"][name][key])
+        assert torchs["param_groups"] == ours["param_groups"]
+
+
+@on_ranks(2)
+def test_named_state_that_this_rank_lacks_is_warned_of(rank, world_size):
+    """X-171."""
+    model, optimizer = trained(True, rank)
+    state = saved(model, optimizer)
+    empty = [param for param in model.parameters() if not param.numel()]
+    for param in empty:
+        optimizer.state.pop(param, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        to_load(model, optimizer, state, is_named_optimizer=True)
+    assert bool(empty) == any(f"is not on rank{rank}" in str(one.message) for one in caught)
+
+
+@on_ranks(2)
+def test_sharded_state_excludes_rank0_only_and_optim_input(rank, world_size):
+    """X-162."""
+    from fsdp_c.optim_params import OptimParams
+    from fsdp_c.optim_saving import SaveOptions
+    from fsdp_c.optim_state_dict import _save
+
+    model, optimizer = trained(True, rank)
+    with pytest.raises(AssertionError, match="Expected optim_input to be None and rank0_only to be False"):
+        _save(OptimParams(model), optimizer, optimizer.state_dict(), None, SaveOptions(True, True, True, None))
+
+
+@on_ranks(2)
+def test_state_of_a_parameter_that_the_optimizer_does_not_hold_is_named(rank, world_size):
+    """X-178."""
+    model, optimizer = trained(True, rank)
+    other = torch.optim.Adam([next(p for p in model.parameters() if p.numel())], lr=0.1)
+    with pytest.raises(KeyError, match="which the optimizer does not hold"):
+        to_load(model, other, saved(model, optimizer))
+
+
+@on_ranks(2)
+def test_parameter_with_several_names_is_refused_by_rekey(rank, world_size):
+    """X-179 to X-181."""
+    plain = net()
+    optimizer = torch.optim.Adam(plain.parameters())
+    plain(torch.randn(2, WIDTH)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"Each parameter should have one name"):
+        implementation("fsdp_c").rekey_optim_state_dict(
+            optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=optimizer
+        )

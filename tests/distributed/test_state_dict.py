@@ -436,3 +436,34 @@ def test_saving_warns_of_nothing_when_sharded(rank: int, world_size: int) -> Non
         warnings.simplefilter("error")
         saved = model.state_dict()
         model.load_state_dict(saved)
+
+
+@on_ranks(2)
+def test_buffer_without_a_recorded_dtype_is_named(rank: int, world_size: int) -> None:
+    """F-009, X-145."""
+    model = wrap(plain(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    for unit in type(model).fsdp_modules(model):
+        unit._buffer_name_to_orig_dtype.clear()
+    with pytest.raises(AssertionError, match="is missing from the original buffer dtypes"):
+        model.state_dict()
+
+
+@on_ranks(2)
+def test_saved_entries_are_logged_at_info(rank: int, world_size: int) -> None:
+    """F-010."""
+    import logging
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_c.state_dict")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        state = wrap(plain()).state_dict()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+    assert len(records) == len(state)
+    assert any(text.startswith("inp.weight: shape=(") for text in records)

@@ -406,7 +406,7 @@ def test_deregistered_parameter_is_skipped(rank: int, world_size: int, name: str
 
 
 @on_ranks(2)
-def test_edit_outside_the_shard_is_lost(rank: int, world_size: int) -> None:  # C-134, parity 20
+def test_empty_data_outside_the_shard_changes_nothing(rank: int, world_size: int) -> None:  # C-134, parity 20
     def body(model: Any, trace: Trace, rank: int) -> None:
         for param in model.parameters():
             if param.numel() == 0:
@@ -414,6 +414,66 @@ def test_edit_outside_the_shard_is_lost(rank: int, world_size: int) -> None:  # 
         steps(model, trace, rank, OPTIMIZERS["sgd"](model.parameters()), nothing)
 
     compare(rank, body, "FULL_SHARD")
+
+
+def unheld(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of the first block that lie in the other rank's shard."""
+    found = [
+        (name, param) for name, param in named(model).items() if name.startswith("blocks.0.") and not param.numel()
+    ]
+    assert found
+    return found
+
+
+@on_ranks(2)
+def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers_as_there_are_such_parameters(
+    rank: int, world_size: int
+) -> None:
+    """C-134, parity 20: one is looked at per gather. Each rank holds two of the four, so that both raise together."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+    model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=torch.device("cpu"))
+    with torch.no_grad():
+        model(batch(0, rank))
+    name = "3.weight" if rank == 0 else "0.weight"
+    named(model)[name].data = torch.ones(3)
+    with pytest.raises(RuntimeError) as found, torch.no_grad():
+        for _ in range(2):
+            model(batch(0, rank))
+    message = str(found.value)
+    for part in (f"rank {rank}, unit Sequential: {name}", "[3]", "summon_full_params(module, writeback=True)"):
+        assert part in message
+
+
+@on_ranks(2)
+def test_summon_looks_at_all_parameters_that_the_rank_holds_nothing_of(rank: int, world_size: int) -> None:
+    """Parity 20, 27: before anything is gathered, and nothing is changed by it."""
+    model = build("fsdp_c")
+    with torch.no_grad():
+        model(batch(0, rank))
+    edited = [param for _, param in unheld(model)[-1:]]
+    for param in edited:
+        param.data = torch.ones(3)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="holds none of the parameter"):
+            with type(model).summon_full_params(model.blocks[0]):
+                pass
+    for param in edited:
+        param.data = torch.empty(0)
+    with type(model).summon_full_params(model):
+        assert named(model)["blocks.0.up.weight"].shape == (7, 5)
+
+
+@on_ranks(2)
+def test_parameter_replaced_where_the_rank_holds_nothing_is_the_parameter_from_then_on(  # C-131, parity 20
+    rank: int, world_size: int
+) -> None:
+    model = build("fsdp_c")
+    name, param = unheld(model)[0]
+    replace_parameter(model, param, name)
+    new = named(model)[name]
+    assert new is not param
+    backward(model, 0, rank)
+    assert named(model)[name] is new
 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])

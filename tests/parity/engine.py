@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.tensor import DTensor
 
 from tests.models import WIDTH
 
@@ -101,6 +102,9 @@ class Run:
 
     # ---------------------------------------------------------------- recording
     def record(self, label: str, value: Any) -> None:
+        if isinstance(value, DTensor):
+            self.record(f"{label} placements", (value.placements, value.shape, value.stride()))
+            value = value.to_local()
         label = f"step {self.step} {label}"
         assert label not in self.trace, f"{label} recorded twice"
         self.trace[label] = value.detach().clone() if isinstance(value, Tensor) else value

@@ -33,6 +33,7 @@ cases. The generator leaves out
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
@@ -178,6 +179,7 @@ class _Sequence:
             "edit",
             "twice",
             "raise_in_forward",
+            "fail",
         ]
         for _ in range(self.rng.randint(*LENGTHS)):
             getattr(self, "_" + self.rng.choice(names))()
@@ -283,6 +285,13 @@ class _Sequence:
         self.gradients = False
         self._train()
 
+    def _fail(self) -> None:
+        self._settle()
+        place = self.rng.choice(("forward", "backward", "backward"))
+        self._emit("fail", block=self.rng.randrange(len(self.blocks)), place=place, sync=self.rng.random() < 0.7)
+        self._emit("zero_grad", set_to_none=True, by_model=False)
+        self.gradients = False
+
 
 # ------------------------------------------------------------------ the modules
 
@@ -293,7 +302,7 @@ class Block(nn.Module):
     def __init__(self, plan: BlockPlan, width: int) -> None:
         super().__init__()
         self.kind = plan.kind
-        self.raises = False
+        self.raises = self.raises_in_backward = False
         if plan.kind in ("conv", "channels_last"):
             layout = torch.channels_last if plan.kind == "channels_last" else torch.contiguous_format
             self.first = nn.Conv2d(1, plan.hidden + 1, (3, 3), padding=1).to(memory_format=layout)
@@ -317,7 +326,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         change = self._change(x)
         if self.raises:
-            raise ArithmeticError("asked for by the program")
+            _raise()
+        if self.raises_in_backward and change.requires_grad:
+            change.register_hook(_raise)
         return x + change * self.scale.to(change.dtype)
 
     def _change(self, x: Tensor) -> Tensor:
@@ -331,6 +342,10 @@ class Block(nn.Module):
         if self.kind == "single":
             return self.inner(x)
         return self.inner(F.gelu(self.first(x if self.norm is None else self.norm(x))))
+
+
+def _raise(gradient: Tensor | None = None) -> None:
+    raise ArithmeticError("asked for by the program")
 
 
 class Stack(nn.Module):
@@ -484,6 +499,16 @@ class ProgramRun(Run):
         except ArithmeticError as error:
             self.record("raised", str(error))
         chosen.raises = False
+
+    def do_fail(self, block: int, place: str, sync: bool) -> None:
+        """A step of fsdp_c that raises is as if it never happened: torch does without it."""
+        if not self.fsdp.__module__.startswith("fsdp_c"):
+            return
+        chosen = self.blocks()[block]
+        chosen.raises, chosen.raises_in_backward = place == "forward", place == "backward"
+        with contextlib.suppress(ArithmeticError), contextlib.nullcontext() if sync else self.model.no_sync():
+            self.loss(self.model(self.batch())).backward()
+        chosen.raises = chosen.raises_in_backward = False
 
 
 def record_program(program: Program, implementation_name: str, rank: int, world_size: int) -> dict[str, Any]:

@@ -348,6 +348,41 @@ class Returns(nn.Module):
         return self.returned
 
 
+class Unknown:
+    """An object that holds a tensor, of a class that nobody has told of."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class AroundUnknown(nn.Module):
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        inner = Returns(Unknown)
+        self.inner = inner if which == "plain" else wrap(which, inner)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.inner(x).value)
+
+
+@on_ranks(2)
+def test_row_14_a_tensor_in_an_object_is_trained(rank: int, world_size: int) -> None:
+    """D-044, X-082: torch puts no hook on it, and the backward reads storage that was freed."""
+
+    def step(which: str) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = wrap(which, AroundUnknown(which))
+        model(batch(rank).requires_grad_()).square().sum().backward()
+        return full_gradients(model)
+
+    torch.manual_seed(3)
+    plain_model = AroundUnknown("plain")
+    sum(plain_model(batch(other)).square().sum() / world_size for other in range(world_size)).backward()
+    assert "storage" in gradients_or_error(lambda: step("torch"))
+    assert_close(step("fsdp_c"), [parameter.grad for parameter in plain_model.parameters()])
+
+
 @pytest.mark.parametrize(
     ("container", "type_of_torch"), [(OrderedOutput, OrderedOutput), (DictOutput, dict), (DataOutput, DataOutput)]
 )
@@ -409,6 +444,42 @@ def test_row_19_gradients_missing_on_one_rank_are_zeros_of_their_own_dtype(rank:
     assert all(gradient.dtype == torch.float64 for gradient in found)
     assert found[0].count_nonzero() and not found[-1].count_nonzero()
     assert list(own.values()) == ([True, True, False, False] if rank == 0 else [False, False, True, True])
+
+
+class Generator(nn.Linear):
+    """A model that is used by another method than forward."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.forward(x)
+
+
+@on_ranks(2)
+def test_row_17_error_of_an_unregistered_method_names_the_remedy(rank: int, world_size: int) -> None:
+    messages = {}
+    for which in BOTH:
+        model = wrap(which, Generator(WIDTH, WIDTH))
+        with pytest.raises(RuntimeError) as found:
+            model.generate(batch(rank))
+        messages[which] = str(found.value)
+    assert "must be a matrix" in messages["torch"] and "must be a matrix" in messages["fsdp_c"]
+    assert ["Generator" in message and "register_forward_method" in message for message in messages.values()] == [
+        False,
+        True,
+    ]
+
+
+@on_ranks(2)
+def test_row_20_data_put_where_the_rank_holds_nothing_is_refused(rank: int, world_size: int) -> None:
+    outputs = {}
+    for which in BOTH:
+        model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+        for parameter in model.parameters():
+            if parameter.numel() == 0:
+                parameter.data = torch.full((4,), 100.0)
+        with torch.no_grad():
+            outputs[which] = gradients_or_error(lambda model=model: [model(batch(rank))])
+    assert outputs["torch"][0].abs().max() < 50  # lost
+    assert f"rank {rank}" in outputs["fsdp_c"] and "summon_full_params(module, writeback=True)" in outputs["fsdp_c"]
 
 
 @on_ranks(2)

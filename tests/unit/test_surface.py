@@ -321,3 +321,50 @@ def test_world_of_one_means_no_shard() -> None:  # E-021
         with pytest.warns(UserWarning, match="NO_SHARD"):
             model = FSDP(nn.Linear(2, 2), group, strategy)
         assert model.sharding_strategy is ShardingStrategy.NO_SHARD
+
+
+@all_strategies
+@both_views
+def test_size_says_whether_a_tensor_is_sharded(strategy: ShardingStrategy, use_orig_params: bool) -> None:  # C-140
+    for theirs, ours in zip(*both(sharding_strategy=strategy, use_orig_params=use_orig_params), strict=True):
+        for tensor in (theirs._handle.flat_param, torch.empty(3), torch.empty(theirs._handle.flat_param._sharded_size)):
+            assert ours._handle.is_sharded(tensor) is theirs._handle.is_sharded(tensor)
+
+
+@pytest.mark.parametrize("precision", [None, "param_dtype", "reduce_dtype"])
+@pytest.mark.parametrize("in_eval", ["0", "1"])
+def test_precisions_in_use_are_those_of_torch(
+    precision: str | None, in_eval: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # C-142
+    monkeypatch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", in_eval)
+    mixed = MixedPrecision(**{precision: torch.bfloat16}) if precision else None
+    names = ("_uses_param_mixed_precision", "_uses_reduce_mixed_precision", "_force_full_precision")
+    for pair in zip(*both(mixed_precision=mixed), strict=True):
+        found = []
+        for unit in pair:
+            states = {}
+            for training in (True, False):
+                unit.module.train(training)
+                states[training] = [getattr(unit._handle, name) for name in (*names, "uses_sharded_strategy")]
+            found.append(states)
+        assert found[0] == found[1]
+    model = build(FSDP, mixed_precision=mixed)
+    with FSDP.summon_full_params(model):
+        assert model._handle._force_full_precision is (precision is not None)
+
+
+@all_strategies
+@both_views
+def test_views_between_forward_and_backward_are_said_to_stay(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:  # C-142, C-091
+    x = torch.ones(2, WIDTH)
+    for theirs, ours in zip(*both(sharding_strategy=strategy, use_orig_params=use_orig_params), strict=True):
+        for grad in (False, True):
+            found = []
+            for unit in (theirs, ours):
+                with torch.set_grad_enabled(grad):
+                    unit(x)
+                found.append(unit._handle._skipped_use_sharded_views)
+            assert found[0] == found[1], (strategy, use_orig_params, grad)
+        break

@@ -1,0 +1,36 @@
+/* FSDP_USE_FULL_PREC_IN_EVAL: under mixed precision a unit in eval mode computes in the precision of its shard (D-123). */
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+int unit_is_training(const struct unit *unit) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    PyObject *wrapped = module ? PyObject_GetAttrString(module, "_fsdp_wrapped_module") : NULL;
+    PyObject *training = wrapped ? PyObject_GetAttr(wrapped, torch_names.training) : NULL;
+    int result = training ? PyObject_IsTrue(training) : -1;
+    Py_XDECREF(wrapped);
+    Py_XDECREF(training);
+    return result;
+}
+
+static int use(struct unit *unit, enum precision precision) {
+    struct handle *handle = unit->handle;
+    if (handle->form == &handle->forms[precision])
+        return 0;
+    return schedule_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
+}
+
+int precision_for_forward(struct unit *unit) {
+    if (!unit->full_precision_in_eval)
+        return 0;
+    int training = unit_is_training(unit);
+    if (training < 0)
+        return -1;
+    unit->evaluating = !training;
+    if (!unit->handle)
+        return 0;
+    return use(unit, !training && handle_has_mixed_precision(unit->handle) ? PRECISION_FULL : PRECISION_COMPUTE);
+}
+
+int precision_for_backward(struct unit *unit) {
+    return use(unit, unit->graph_precision);
+}

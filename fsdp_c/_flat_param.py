@@ -1,0 +1,26 @@
+"""The names of torch.distributed.fsdp._flat_param that libraries use."""
+
+from torch.distributed.fsdp._flat_param import (
+    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+)
+
+from fsdp_c.flat_param import (
+    FlatParameter,
+    FlatParamHandle,
+    FlatParamShardMetadata,
+    HandleShardingStrategy,
+    ParamInfo,
+    SharedParamInfo,
+)
+
+__all__ = [
+    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "FlatParamHandle",
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "HandleShardingStrategy",
+    "ParamInfo",
+    "SharedParamInfo",
+]

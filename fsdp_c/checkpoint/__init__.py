@@ -1,0 +1,12 @@
+"""Sharded checkpoints that survive a crash: saved without exchanging parameters, checked when loaded.
+
+``save`` and ``load`` write and read torch.distributed.checkpoint's format; ``python -m fsdp_c.checkpoint`` inspects,
+verifies, converts and compares checkpoints without ranks.
+"""
+
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.model_state import model_state
+from fsdp_c.checkpoint.optim_state import optim_state
+from fsdp_c.checkpoint.saving import load, save
+
+__all__ = ["CheckpointError", "load", "model_state", "optim_state", "save"]

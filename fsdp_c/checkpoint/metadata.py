@@ -1,0 +1,379 @@
+"""Reading what DCP's ``.metadata`` says, without trusting it.
+
+[Note: A pickle from a stranger]
+``.metadata`` is a pickle, and a pickle can call anything. So while it is read, the names of DCP's classes stand for
+empty ones that hold values and do nothing, and other names for nothing. Then every value is checked: types, sizes
+against the files that are there, names of files. What remains is a ``Checkpoint`` of plain values, from which all
+readers work.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pathlib
+import pickle
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+
+from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, locate
+from fsdp_c.checkpoint.pieces import Place
+
+FORMAT = "fsdp_c.checkpoint"
+VERSION = 1
+_MAX_METADATA_NBYTES = 8 * 2**30
+_MAX_INDEX = 10**6  # of an element in a nested list
+
+_MODULES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _Value:
+    """What is found in place of the objects that were pickled."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return None  # nothing has to be there: what is needed is checked
+
+
+class _Unpickler(pickle.Unpickler):
+    """See [Note: A pickle from a stranger]. The classes are made for one reading, so nothing can be left on them."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self.classes: dict[str, type[_Value]] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name not in _MODULES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata has")
+        return self.classes.setdefault(name, type(name, (_Value,), {}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        raise pickle.UnpicklingError("it refers to something outside")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+# ----------------------------------------------------------------- checked values
+
+
+class Chunk(NamedTuple):
+    """Part of a tensor, and where it is."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int  # of the whole entry: what torch.load reads
+    length: int
+    place: Place | None  # of the data, where fsdp_c wrote them
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+
+@dataclass
+class TensorEntry:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class BytesEntry:
+    """Something pickled by torch.save."""
+
+    file: str
+    start: int
+    length: int
+    place: Place | None
+
+
+Entry = TensorEntry | BytesEntry
+PathInDict = tuple[str | int, ...]
+
+
+@dataclass
+class Checkpoint:
+    """What is in a folder."""
+
+    folder: Path
+    entries: dict[str, Entry]
+    paths: dict[str, PathInDict]  # of each key in the nested dict that was saved
+    file_sizes: dict[str, int]
+    framing: dict[str, int] = field(default_factory=dict)  # CRC-32 by file; empty where torch wrote the checkpoint
+
+    @property
+    def has_checksums(self) -> bool:
+        return bool(self.framing)
+
+    @staticmethod
+    def raw_entry(entry: TensorEntry) -> dcp.TensorStorageMetadata:
+        """For DCP's planning."""
+        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+        return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """What is in the folder ``path``; tensors' data are not read.
+
+    Raises FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or was not written by DCP.
+    """
+    folder = locate(path)
+    try:
+        return _Reader(folder).read()
+    except CheckpointError:
+        raise
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        # unpickling and the values found can fail in any way
+        raise CheckpointError(f"{folder / METADATA}: damaged, or not written by DCP ({error})") from error
+
+
+class _Reader:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sizes: dict[str, int] = {}
+        self.used: dict[str, int] = defaultdict(int)
+
+    def read(self) -> Checkpoint:
+        content = self._content()
+        checksums = _read_checksums(self.folder, content)
+        metadata = _Unpickler(content).load()
+        _require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
+        _require(type(metadata.state_dict_metadata) is dict, "it has no entries")
+        _require(type(metadata.storage_data) is dict, "it does not say where entries are")
+        stored = self._stored(metadata.storage_data)
+        entries = {}
+        for key, value in metadata.state_dict_metadata.items():
+            _require(type(key) is str, f"a key is {type(key).__name__}")
+            entries[key] = self._entry(key, value, stored)
+        has_pieces = any(place is not None for _, _, _, place in stored.values())
+        if has_pieces and checksums is None:
+            raise CheckpointError(f"{self.folder}: {CHECKSUMS} is missing (an interrupted copy?)")
+        if checksums is not None:
+            self._check_files(checksums)
+        framing = {name: info["framing_crc32"] for name, info in (checksums or {}).items() if name != METADATA}
+        return Checkpoint(self.folder, entries, _paths(metadata.planner_data, entries), self.sizes, framing)
+
+    def _content(self) -> bytes:
+        size = (self.folder / METADATA).stat().st_size
+        _require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
+        return (self.folder / METADATA).read_bytes()
+
+    def _check_files(self, checksums: dict[str, Any]) -> None:
+        for name, info in checksums.items():
+            size = self._size(name)
+            if size != info["size"]:
+                raise CheckpointError(
+                    f"{self.folder / name}: {size} bytes where {info['size']} were written: torn or replaced"
+                )
+
+    # ------------------------------------------------------------- where entries are
+
+    def _size(self, name: Any) -> int:
+        """The size of a file of this folder. A name that leads elsewhere is refused."""
+        _require(type(name) is str, "the name of a file is no text")
+        if name not in self.sizes:
+            parts = pathlib.PurePosixPath(name).parts
+            safe = parts and ".." not in parts and not name.startswith("/") and "\0" not in name
+            _require(safe, f"the file name {name!r} leads out of the folder")
+            path = self.folder / name
+            if not path.is_file():
+                raise CheckpointError(f"{path}: missing")
+            _require(path.resolve().is_relative_to(self.folder.resolve()), f"{name!r} is a link out of the folder")
+            self.sizes[name] = path.stat().st_size
+        return self.sizes[name]
+
+    def _stored(self, storage_data: dict[Any, Any]) -> dict[tuple[str, Any], tuple[str, int, int, Place | None]]:
+        stored = {}
+        for index, info in storage_data.items():
+            _require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
+            what = f"the place of {index.fqn}"
+            _require(_kind(info) == "_StorageInfo", f"{what} is {_kind(info)}")
+            _require(not info.transform_descriptors, f"{index.fqn} is compressed or encrypted")
+            offset = None if index.offset is None else _ints(index.offset, what)
+            start, length = _ints((info.offset, info.length), what)
+            size = self._size(info.relative_path)
+            if start + length > size:
+                raise CheckpointError(
+                    f"{self.folder / info.relative_path}: {size} bytes, but {index.fqn} ends at {start + length}: torn"
+                )
+            place = _place(info.piece, start, length, what)
+            stored[index.fqn, offset] = (info.relative_path, start, length, place)
+        return stored
+
+    def _entry(self, key: str, value: Any, stored: dict[Any, Any]) -> Entry:
+        if _kind(value) == "BytesStorageMetadata":
+            _require((key, None) in stored, f"{key} is nowhere")
+            return BytesEntry(*stored[key, None])
+        _require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
+        shape = _ints(value.size, key)
+        dtype = _dtype(value.properties)
+        _require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
+        chunks = [self._chunk(key, shape, dtype, chunk, stored) for chunk in value.chunks]
+        total = sum(chunk.numel for chunk in chunks)
+        _require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
+        return TensorEntry(shape, dtype, chunks)
+
+    def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
+        _require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
+        offsets, sizes = _ints(chunk.offsets, key), _ints(chunk.sizes, key)
+        fits = len(offsets) == len(sizes) == len(shape)
+        fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
+        _require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
+        place = stored.get((key, offsets)) or stored.get((key, None))
+        _require(place is not None, f"the chunk {offsets} of {key} is nowhere")
+        found = Chunk(offsets, sizes, *place)
+        nbytes = found.numel * dtype.itemsize
+        _require(nbytes <= found.length, f"{key} has {nbytes} bytes in {found.length} bytes of a file")
+        _require(found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data")
+        strides = found.place and found.place.strides
+        _require(strides is None or _strides_fit(sizes, strides), f"the strides of {key} do not fit")
+        return found
+
+
+def _dtype(properties: Any) -> Any:
+    state = properties.state
+    return state[0] if isinstance(state, tuple) and state else properties.dtype
+
+
+def _require(condition: Any, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
+def _ints(values: Any, what: str) -> tuple[int, ...]:
+    _require(isinstance(values, (tuple, list)), f"{what}: {type(values).__name__} where sizes are expected")
+    _require(all(type(v) is int and 0 <= v < 2**62 for v in values), f"{what}: sizes {values}")
+    _require(math.prod(values) < 2**62, f"{what}: sizes {values}")
+    return tuple(values)
+
+
+def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
+    if piece is None:
+        return None
+    _require(isinstance(piece, tuple) and len(piece) == 4, f"{what} is damaged")
+    offset, nbytes, crc32, strides = piece
+    _ints((offset, nbytes, crc32), what)
+    _require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
+    return Place(offset, nbytes, crc32, None if strides is None else _ints(strides, what))
+
+
+def _strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether they are those of a dense tensor."""
+    if len(sizes) != len(strides):
+        return False
+    expected = 1
+    for size, stride in sorted(zip(sizes, strides, strict=True), key=lambda each: (each[1], each[0])):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size if size != 1 else 1
+    return True
+
+
+def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict]:
+    given = planner_data if type(planner_data) is dict else {}
+    paths: dict[str, PathInDict] = {}
+    for key in entries:
+        path = given.get(key, (key,))
+        sound = isinstance(path, tuple) and path and type(path[0]) is str
+        sound = sound and all(type(p) is str or (type(p) is int and 0 <= p < _MAX_INDEX) for p in path)
+        _require(sound, f"the path of {key} in the dict is {path!r}")
+        paths[key] = path
+    return paths
+
+
+# ----------------------------------------------------------------- checksums
+
+
+def checksums_content(metadata: bytes, files: dict[str, tuple[int, int]]) -> bytes:
+    """The file of checksums, of ``.metadata`` and of (size, framing CRC-32) by file."""
+    listed: dict[str, Any] = {METADATA: {"size": len(metadata), "crc32": zlib.crc32(metadata)}}
+    for name, (size, crc32) in sorted(files.items()):
+        listed[name] = {"size": size, "framing_crc32": crc32}
+    text = {"format": FORMAT, "version": VERSION, "algorithm": "crc32", "files": listed}
+    return json.dumps(text, indent=1).encode()
+
+
+def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return None
+    try:
+        _require(path.stat().st_size <= 2**30, "too large")
+        content = json.loads(path.read_bytes())
+        header = {name: content.pop(name) for name in ("format", "version", "algorithm")}
+        _require(header == {"format": FORMAT, "version": VERSION, "algorithm": "crc32"}, f"unknown format {header}")
+        _require(set(content) == {"files"}, "unknown fields")
+        files = content["files"]
+        for name, info in files.items():
+            kind = "crc32" if name == METADATA else "framing_crc32"
+            _require(set(info) == {"size", kind}, f"what it says of {name}")
+            _ints(tuple(info.values()), name)
+        own = files[METADATA]
+    except OSError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: damaged ({error})") from error
+    if (own["size"], own["crc32"]) != (len(metadata), zlib.crc32(metadata)):
+        raise CheckpointError(f"{folder / METADATA}: damaged: its checksum is not the one in {CHECKSUMS}")
+    return files
+
+
+def framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """By file, the ranges of bytes that are the data of no piece."""
+    data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
+    for entry in checkpoint.entries.values():
+        for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:
+            if part.place is not None and part.file in data:
+                data[part.file].add((part.place.offset, part.place.nbytes))
+    for name, ranges in data.items():
+        gaps, end = [], 0
+        for offset, nbytes in sorted(ranges):
+            gaps.append((end, offset))
+            end = max(end, offset + nbytes)
+        yield name, [*gaps, (end, checkpoint.file_sizes[name])]

@@ -1,0 +1,322 @@
+"""The state of an optimizer as a checkpoint holds it: by names of original parameters, each rank its part.
+
+The form is the one that ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`` gives, so that what torch
+saves loads here and the other way round.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
+from fsdp_c.checkpoint.model_state import part_value
+from fsdp_c.checkpoint.values import whole_value
+from fsdp_c.optim_params import OptimParam, OptimParams
+from fsdp_c.sharded_values import param_forms
+from fsdp_c.state_dict_saving import split_shard
+from fsdp_c.traversal import clean_name, units_of
+
+
+def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
+    """The parameters that an optimizer of ``model`` may hold; of a model without units too."""
+    if units_of(model):
+        return OptimParams(model).by_param
+    names: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters():
+        names.setdefault(param, clean_name(name))
+    return {param: OptimParam(name, (name,), None, ()) for param, name in names.items()}
+
+
+def _params_of(model: nn.Module, optimizer: Any) -> list[list[tuple[nn.Parameter, OptimParam]]]:
+    """By group. Raises ValueError for a parameter that is not the model's."""
+    known = known_params(model)
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        strangers = [tuple(param.shape) for param in group["params"] if param not in known]
+        if strangers:
+            raise ValueError(
+                f"group {index} of the optimizer holds parameters that are not the model's, of shapes {strangers[:4]}: "
+                "make the optimizer of model.parameters() after wrapping"
+            )
+        groups.append([(param, known[param]) for param in group["params"]])
+    return groups
+
+
+@torch.no_grad()
+def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as ``RangeTensor``.
+
+    The memory is the optimizer's own; see ``model_state``. Not collective: a rank has entries of what it holds.
+    Raises ValueError for state of another shape than its parameter's.
+    """
+    groups = _params_of(model, optimizer)
+    state: dict[str, dict[str, Any]] = {}
+    for param, known in (each for group in groups for each in group):
+        for name, value in optimizer.state.get(param, {}).items():
+            for fqn, part in _parts(param, known, name, value):
+                state.setdefault(fqn, {})[name] = part
+    return {
+        "state": state,
+        "param_groups": [_named(*each) for each in zip(optimizer.param_groups, groups, strict=True)],
+    }
+
+
+def _named(group: dict[str, Any], params: Sequence[tuple[nn.Parameter, OptimParam]]) -> dict[str, Any]:
+    named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    return {**named, "params": [fqn for _, known in params for fqn in known.fqns]}
+
+
+def _parts(param: nn.Parameter, known: OptimParam, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """One state of a parameter, under the name of each original one that it stands for."""
+    if known.unit is None:
+        yield known.fqns[0], whole_value(value) if isinstance(value, Tensor) else value
+    elif not isinstance(value, Tensor) or value.dim() == 0:
+        if _holds_elements(known):
+            yield from ((fqn, value) for fqn in known.fqns)
+    elif value.shape != param.shape:
+        raise ValueError(
+            f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank {known.unit.rank}, whose "
+            f"shard has {tuple(param.shape)}: only state of the parameter's own shape can be saved"
+        )
+    elif known.unit._use_orig_params:
+        form = param_forms(known.unit)[known.indices[0]]
+        if _holds_elements(known):
+            yield known.fqns[0], whole_value(value) if value.dim() > 1 else part_value(known.unit, form, value)
+    else:
+        for fqn, (form, part) in zip(known.fqns, split_shard(known.unit, value), strict=True):
+            yield fqn, part_value(known.unit, form, part)
+
+
+def _holds_elements(known: OptimParam) -> bool:
+    """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
+    if not known.unit._use_orig_params:
+        return True
+    (index,) = known.indices
+    return bool(known.unit._handle.layout.shard_ranges()[index][2]) or not param_forms(known.unit)[index].shape.numel()
+
+
+# ----------------------------------------------------------------- loading
+
+
+class StateKey(NamedTuple):
+    key: str  # in the checkpoint
+    fqn: str
+    name: str  # of the state
+
+
+class OptimTarget:
+    """What is loaded into an optimizer: memory to read into first, then the optimizer takes it over."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: Checkpoint, key: str, strict: bool
+    ) -> None:
+        """Raises ValueError for a checkpoint that lacks state of this optimizer's, or has another's."""
+        self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
+        self.groups = _params_of(model, optimizer)
+        self.found = self._states()
+        self.tensors: dict[str, Tensor] = {}  # to read into, by key
+        self.objects: dict[str, Any] = {}  # read by key
+        self.object_keys: list[str] = []
+        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        for param, known in (each for group in self.groups for each in group):
+            self._add_param(param, known)
+        self._group_keys = self._keys_of_groups()
+        if strict:
+            self._check_strangers()
+
+    def _states(self) -> dict[str, dict[str, StateKey]]:
+        """By FQN and name."""
+        prefix, found = f"{self.prefix}state.", {}
+        for key, path in self.checkpoint.paths.items():
+            if key.startswith(prefix):
+                fqn, _, name = key.removeprefix(prefix).rpartition(".")
+                if len(path) >= 2 and key.endswith(f"{path[-2]}.{path[-1]}") and path[-3:-2] == ("state",):
+                    fqn, name = str(path[-2]), str(path[-1])
+                found.setdefault(fqn, {})[name] = StateKey(key, fqn, name)
+        return found
+
+    def _check_strangers(self) -> None:
+        if not self.found and not self._group_keys:
+            raise CheckpointError(f"{self.checkpoint.folder} holds no optimizer under {self.prefix[:-1]!r}")
+        own = {fqn for group in self.groups for _, known in group for fqn in known.fqns}
+        strangers = sorted(set(self.found) - own)
+        if strangers:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} has optimizer state of {strangers[:8]}, which this optimizer does not hold"
+            )
+
+    # ------------------------------------------------------------- state
+
+    def _add_param(self, param: nn.Parameter, known: OptimParam) -> None:
+        present = [fqn for fqn in known.fqns if fqn in self.found]
+        if not present or (known.unit is not None and not _holds_elements(known)):
+            return
+        absent = [fqn for fqn in known.fqns if fqn not in self.found]
+        names = set(self.found[present[0]])
+        for fqn in present:
+            if set(self.found[fqn]) != names or absent:
+                raise ValueError(
+                    f"{self.checkpoint.folder}: parameters of one flat parameter have different optimizer state: "
+                    f"{present[0]} has {sorted(names)}, {(absent or [fqn])[0]} "
+                    f"{sorted(self.found.get((absent or [fqn])[0], {}))}; load with use_orig_params=True"
+                )
+        self._state[param] = {name: self._target(param, known, name) for name in self._ordered(present[0])}
+
+    def _ordered(self, fqn: str) -> list[str]:
+        return list(self.found[fqn])
+
+    def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Any:
+        """The tensor to read into, or the keys whose values must be one."""
+        keys = [self.found[fqn][name].key for fqn in known.fqns]
+        entries = [self.checkpoint.entries[key] for key in keys]
+        if not all(isinstance(entry, TensorEntry) for entry in entries):
+            self.object_keys += keys
+            return keys
+        entry = entries[0]
+        assert isinstance(entry, TensorEntry)
+        if known.unit is None:
+            value = self._memory(param, name, entry.shape, entry.dtype)
+            self.tensors[keys[0]] = whole_value(value)
+        elif name in self._scalars:
+            return self._scalar_targets(keys, entry)
+        elif known.unit._use_orig_params:
+            value = self._memory(param, name, tuple(param.shape), entry.dtype)
+            form = param_forms(known.unit)[known.indices[0]]
+            self._expect_shape(keys[0], form.shape)
+            self.tensors[keys[0]] = whole_value(value) if value.dim() > 1 else part_value(known.unit, form, value)
+        else:
+            value = self._memory(param, name, tuple(param.shape), entry.dtype)
+            for key, (form, part) in zip(keys, split_shard(known.unit, value), strict=True):
+                self._expect_shape(key, form.shape)
+                self.tensors[key] = part_value(known.unit, form, part)
+        return value
+
+    @property
+    def _scalars(self) -> set[str]:
+        """The names of state that is one number for a parameter, whatever shape that has."""
+        if not hasattr(self, "_scalar_names"):
+            forms = {
+                fqn: form.shape
+                for group in self.groups
+                for _, known in group
+                if known.unit is not None
+                for fqn, form in zip(known.fqns, (param_forms(known.unit)[i] for i in known.indices), strict=True)
+            }
+            self._scalar_names = {"step"}
+            for fqn, states in self.found.items():
+                for name, state in states.items():
+                    entry = self.checkpoint.entries[state.key]
+                    if isinstance(entry, TensorEntry) and not entry.shape and forms.get(fqn):
+                        self._scalar_names.add(name)
+        return self._scalar_names
+
+    def _expect_shape(self, key: str, shape: torch.Size) -> None:
+        entry = self.checkpoint.entries[key]
+        assert isinstance(entry, TensorEntry)
+        if entry.shape != tuple(shape):
+            raise ValueError(f"{key} has shape {entry.shape} in {self.checkpoint.folder}, the parameter {tuple(shape)}")
+
+    def _memory(self, param: nn.Parameter, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """What the optimizer has already, or new memory: zeros where shards have padding."""
+        present = self.optimizer.state.get(param, {}).get(name)
+        if isinstance(present, Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
+            return present
+        device = torch.device("cpu") if name == "step" and not self._is_fused(param) else param.device
+        if tuple(param.shape) == shape:
+            return torch.zeros_like(param, dtype=dtype, device=device, memory_format=torch.preserve_format).detach()
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def _is_fused(self, param: nn.Parameter) -> bool:
+        for group, params in zip(self.optimizer.param_groups, self.groups, strict=True):
+            if any(param is own for own, _ in params):
+                return bool(group.get("capturable") or group.get("fused"))
+        return False
+
+    def _scalar_targets(self, keys: list[str], entry: TensorEntry) -> list[str]:
+        for key in keys:
+            own = self.checkpoint.entries[key]
+            assert isinstance(own, TensorEntry)
+            self.tensors[key] = torch.zeros(own.shape, dtype=own.dtype)
+        return keys
+
+    # ------------------------------------------------------------- groups
+
+    def _keys_of_groups(self) -> dict[str, tuple[str | int, ...]]:
+        """By key, the path below "param_groups"."""
+        prefix, found = f"{self.prefix}param_groups.", {}
+        for key, path in self.checkpoint.paths.items():
+            if key.startswith(prefix):
+                after = path[path.index("param_groups") + 1 :] if "param_groups" in path else ()
+                found[key] = after or tuple(key.removeprefix(prefix).rpartition(".")[::2])
+                entry = self.checkpoint.entries[key]
+                if isinstance(entry, TensorEntry):
+                    self.tensors[key] = torch.zeros(entry.shape, dtype=entry.dtype)
+                else:
+                    self.object_keys.append(key)
+        return found
+
+    def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Each group of the optimizer and what was saved for it. Raises ValueError for other groups."""
+        saved: dict[Any, dict[str, Any]] = {}
+        for key, (owner, *rest) in self._group_keys.items():
+            value = self.tensors[key] if key in self.tensors else self.objects[key]
+            _put(saved.setdefault(owner, {}), rest, value)
+        by_fqn = {fqn: group for group in saved.values() for fqn in group.get("params", ())} or saved
+        if not saved:
+            return
+        for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
+            fqns = [fqn for _, known in params for fqn in known.fqns]
+            matching = [by_fqn.get(fqn) for fqn in fqns]
+            if None in matching or any(each != matching[0] for each in matching):
+                odd = [fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]]
+                raise ValueError(
+                    f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that were not saved, or "
+                    f"in another group than {fqns[0]}: {odd[:8]}; make the groups as they were saved "
+                    "(a flat parameter is in one group: with several, load with use_orig_params=True)"
+                )
+            if matching:
+                yield group, {name: value for name, value in matching[0].items() if name != "params"}
+
+    # ------------------------------------------------------------- taking over
+
+    def check(self) -> None:
+        """Once objects have been read, and no tensor: raise ValueError for other groups."""
+        for _ in self._groups():
+            pass
+
+    def apply(self) -> None:
+        """Once everything has been read: the optimizer has the state that was saved, and no other."""
+        groups = list(self._groups())
+        state = {param: {name: self._final(value) for name, value in own.items()} for param, own in self._state.items()}
+        for param, _ in (each for group in self.groups for each in group):
+            self.optimizer.state.pop(param, None)
+        self.optimizer.state.update(state)
+        for group, saved in groups:
+            group.update({name: copy.deepcopy(value) for name, value in saved.items()})
+
+    def _final(self, value: Any) -> Any:
+        """A flat parameter has one value for all: it must be every original parameter's."""
+        if not isinstance(value, list):
+            return value
+        values = [self.tensors[key] if key in self.tensors else self.objects[key] for key in value]
+        for key, other in zip(value, values, strict=True):
+            if type(other) is not type(values[0]) or not bool(other == values[0]):
+                raise ValueError(
+                    f"All parameters of one flat parameter must have the same optimizer state: {value[0]} is "
+                    f"{values[0]}, {key} is {other}; load with use_orig_params=True"
+                )
+        return values[0]
+
+
+def _put(target: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+    """Set a value of a nested dict; what was a list of tensors comes as a tuple of them."""
+    *above, last = path
+    for name in above:
+        target = target.setdefault(name, {})
+    target[last] = value  # type: ignore[index]

@@ -1,0 +1,219 @@
+"""One tensor in a checkpoint file: as ``torch.save`` would put it there, but straight from the tensor's memory.
+
+[Note: A piece]
+DCP keeps each part of a tensor as a file of ``torch.save`` of its own, one behind the other in a ``.distcp`` file. That
+is a zip archive of stored members; around the tensor's bytes (the *data*) it has a few hundred bytes that are equal for
+equal shapes (the *framing*). The archive wants a CRC-32 of the data: it is the checksum of the piece too, made once,
+and kept with the place of the data in DCP's metadata. So torch reads the piece as its own, and we read the data without
+unpickling anything, into place where that fits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import io
+import math
+import os
+import pickle
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_NBYTES = 64 * 2**20  # of a piece: what reading one in part costs in memory
+_COPY_NBYTES = 8 * 2**20
+_ALIGNMENT = 64
+_DATA = b"archive/data/0"
+_ZIP32_LIMIT = 2**32 - 2**16
+
+
+class Place(NamedTuple):
+    """Where the data of a piece is in its file, and how it lies there: ``_StorageInfo.piece`` in DCP's metadata."""
+
+    offset: int  # from the beginning of the file
+    nbytes: int
+    crc32: int
+    strides: tuple[int, ...] | None  # of the tensor, None for a contiguous one, or for bytes that are no tensor
+
+
+def memory(tensor: Tensor) -> memoryview:
+    """The bytes of a dense CPU tensor, without a copy. Valid while the tensor is."""
+    if not tensor.nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """``tensor`` on the CPU and dense: itself where it is."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu":
+        tensor = tensor.cpu()
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if is_dense(tensor) else tensor.contiguous()
+
+
+class FileWriter:
+    """A file of pieces that is being written. ``framing_crc32`` covers all bytes but the data of pieces."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = 0
+        self.framing_crc32 = 0
+
+    def _frame(self, content: bytes) -> None:
+        self.framing_crc32 = zlib.crc32(content, self.framing_crc32)
+        self.file.write(content)
+        self.size += len(content)
+
+    def write_tensor(self, tensor: Tensor) -> Place:
+        """Append a dense CPU tensor. Raises ValueError for one that zip archives of this kind do not hold."""
+        if tensor.nbytes > _ZIP32_LIMIT:
+            raise ValueError(f"a piece of {tensor.nbytes} bytes: divide it into pieces of at most {MAX_NBYTES} bytes")
+        data = memory(tensor)
+        crc32 = zlib.crc32(data)
+        head, tail = _framing(tensor.dtype, tuple(tensor.shape), tensor.stride(), crc32, self.size % _ALIGNMENT)
+        self._frame(head)
+        place = Place(self.size, len(data), crc32, None if tensor.is_contiguous() else tensor.stride())
+        self._write_data(data)
+        self._frame(tail)
+        return place
+
+    def write_bytes(self, content: bytes | memoryview) -> Place:
+        """Append what is no tensor."""
+        data = memoryview(content)
+        place = Place(self.size, len(data), zlib.crc32(data), None)
+        self._write_data(data)
+        return place
+
+    def _write_data(self, data: memoryview) -> None:
+        for start in range(0, len(data), _COPY_NBYTES):
+            self.file.write(data[start : start + _COPY_NBYTES])
+        self.size += len(data)
+
+    def finish(self) -> None:
+        """Bring everything to the disk."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+
+def read_data(file: BinaryIO, place: Place, target: memoryview) -> bool:
+    """Read the data of a piece into ``target``, of as many bytes; whether it is what was written."""
+    file.seek(place.offset)
+    crc32 = 0
+    for start in range(0, len(target), _COPY_NBYTES):
+        part = target[start : start + _COPY_NBYTES]
+        done = 0
+        while done < len(part):
+            count = file.readinto(part[done:])  # type: ignore[attr-defined]
+            if not count:
+                return False
+            done += count
+        crc32 = zlib.crc32(part, crc32)
+    return crc32 == place.crc32
+
+
+# ----------------------------------------------------------------- framing
+
+
+class Described:
+    """Stands for a tensor, in what is pickled, whose data are the archive's member data/``key``."""
+
+    def __init__(self, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], key: str) -> None:
+        numel = math.prod(shape)
+        named = _storage_types().get(dtype)
+        # a dtype newer than the classes by which torch.save once named them is named itself
+        storage = _Storage((named, key, "cpu", numel) if named else _untyped(key, numel * dtype.itemsize))
+        rebuild = torch._utils._rebuild_tensor_v2 if named else torch._utils._rebuild_tensor_v3
+        rest = () if named else (dtype,)
+        self.reduced = rebuild, (storage, 0, tuple(shape), tuple(strides), False, OrderedDict(), *rest)
+
+
+class _Storage:
+    def __init__(self, rest: tuple[Any, ...]) -> None:
+        self.persistent_id = ("storage", *rest)
+
+
+def _untyped(key: str, nbytes: int) -> tuple[Any, ...]:
+    return torch.storage.UntypedStorage, key, "cpu", nbytes
+
+
+@functools.cache
+def _storage_types() -> dict[torch.dtype, Any]:
+    return {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors that are ``Described`` as ``torch.save`` pickles tensors."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return obj.persistent_id if isinstance(obj, _Storage) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        return obj.reduced if isinstance(obj, Described) else NotImplemented
+
+
+def pickled(value: Any) -> bytes:
+    """The member data.pkl of an archive, with ``Described`` in place of tensors."""
+    content = io.BytesIO()
+    _Pickler(content, protocol=2).dump(value)
+    return content.getvalue()
+
+
+@functools.lru_cache(maxsize=4096)
+def _data_pkl(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
+    return pickled(Described(dtype, shape, strides, "0"))
+
+
+class _Member(NamedTuple):
+    name: bytes
+    crc32: int
+    size: int
+    offset: int
+
+
+def _local_header(member: _Member, padding: int) -> bytes:
+    fields = (0x04034B50, 20, 0, 0, 0, 33, member.crc32, member.size, member.size, len(member.name), padding)
+    # the padding is an extra field, which readers skip, of a kind of its own: "FB", as torch has it
+    extra = struct.pack("<HH", 0x4246, padding - 4) + b"Z" * (padding - 4) if padding else b""
+    return struct.pack("<IHHHHHIIIHH", *fields) + member.name + extra
+
+
+def _central_header(member: _Member) -> bytes:
+    fields = (0x02014B50, 20, 20, 0, 0, 0, 33, member.crc32, member.size, member.size, len(member.name))
+    return struct.pack("<IHHHHHHIIIHHHHHII", *fields, 0, 0, 0, 0, 0, member.offset) + member.name
+
+
+def _framing(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], crc32: int, misalignment: int
+) -> tuple[bytes, bytes]:
+    """What stands in front of and behind the data of a piece that begins ``misalignment`` bytes off alignment."""
+    head, members = b"", []
+    content = [(b"archive/data.pkl", _data_pkl(dtype, shape, strides)), (b"archive/byteorder", b"little")]
+    for name, value in [*content, (b"archive/version", b"3\n")]:
+        members.append(_Member(name, zlib.crc32(value), len(value), len(head)))
+        head += _local_header(members[-1], 0) + value
+    nbytes = math.prod(shape) * dtype.itemsize
+    members.append(_Member(_DATA, crc32, nbytes, len(head)))
+    unpadded = misalignment + len(head) + 30 + len(_DATA)
+    head += _local_header(members[-1], 4 + -(unpadded + 4) % _ALIGNMENT)
+    directory = b"".join(_central_header(member) for member in members)
+    count = len(members)
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), len(head) + nbytes, 0)
+    return head, directory + end

@@ -1,0 +1,297 @@
+"""DCP's two ends: where the parts that ranks write go, and where those that they want come from."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
+from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntry, checksums_content
+from fsdp_c.checkpoint.pieces import FileWriter, Place, in_memory, memory, read_data
+
+Report = Callable[[int], Any]  # is told how many bytes more are done
+
+
+def storage_info(file: str, start: int, end: int, place: Place) -> _StorageInfo:
+    """Where an entry is: for torch the whole of it, for us also its data."""
+    info = _StorageInfo(file, start, end - start)
+    info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
+    return info
+
+
+class Writer(StorageWriter):
+    """Writes ``temporary`` and publishes it as ``path``: see [Note: In place at once]."""
+
+    def __init__(self, temporary: Path, path: Path, report: Report | None = None) -> None:
+        self.temporary, self.path = temporary, path
+        self.report = report or (lambda nbytes: None)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [SavePlan(p.items, f"__{rank}_0.distcp", p.planner_data, p.usable) for rank, p in enumerate(plans)]
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self.path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; the last result says its size and checksum."""
+        results: list[WriteResult] = []
+        if plan.items:
+            # exclusively: a file that is there belongs to another rank, whose folder this is not
+            with (self.temporary / plan.storage_data).open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
+                results = _write_items(plan, planner, FileWriter(file), self.report)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank, once all have written."""
+        files: dict[str, tuple[int, int]] = {}
+        stored: dict[MetadataIndex, _StorageInfo] = {}
+        for result in (result for each in results for result in each):
+            if isinstance(result.storage_data, tuple):
+                name, size, crc32 = result.storage_data
+                files[name] = (size, crc32)
+            else:
+                stored[result.index] = result.storage_data
+        metadata.storage_meta = self.storage_meta()
+        finish_folder(self.temporary, self.path, metadata, stored, files)
+
+
+def finish_folder(
+    temporary: Path,
+    path: Path,
+    metadata: Metadata,
+    stored: dict[MetadataIndex, _StorageInfo],
+    files: dict[str, tuple[int, int]],
+) -> None:
+    """Write what says where everything is, and put the folder in its place."""
+    for name, (size, _) in files.items():
+        found = (temporary / name).stat().st_size if (temporary / name).exists() else None
+        if found != size:
+            raise CheckpointError(
+                f"{temporary / name}: {size} bytes were written by its rank, and rank 0 finds "
+                f"{'no file' if found is None else found}: {path.parent} must be on a file system that all ranks share"
+            )
+    metadata.storage_data = stored
+    metadata.version = CURRENT_DCP_VERSION
+    content = pickle.dumps(metadata, protocol=4)
+    write_file(temporary / METADATA, content)
+    write_file(temporary / CHECKSUMS, checksums_content(content, files))
+    publish(temporary, path)
+
+
+def _write_items(plan: SavePlan, planner: SavePlanner, writer: FileWriter, report: Report) -> list[WriteResult]:
+    name = plan.storage_data
+    known: dict[Any, _StorageInfo] = {}  # by memory: what is shared under several names is written once
+    results = []
+    for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+        start = writer.size
+        try:
+            data = planner.resolve_data(item)
+            key = _memory_key(data)
+            info = known.get(key)
+            if info is None:
+                place = _write_one(data, writer)
+                info = storage_info(name, start, writer.size, place)
+                if key is not None:
+                    known[key] = info
+        except OSError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{item.index.fqn}: {error}") from error
+        report(item_nbytes(item))
+        results.append(WriteResult(item.index, info.length, info))
+    writer.finish()
+    results.append(WriteResult(MetadataIndex(""), 0, (name, writer.size, writer.framing_crc32)))
+    return results
+
+
+def _memory_key(data: Any) -> Any:
+    if not isinstance(data, Tensor) or not data.nbytes or data.device.type == "meta":
+        return None
+    return data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
+
+
+def _write_one(data: Tensor | io.BytesIO, writer: FileWriter) -> Place:
+    if isinstance(data, io.BytesIO):
+        return writer.write_bytes(data.getbuffer())
+    return writer.write_tensor(in_memory(data))
+
+
+def item_nbytes(item: WriteItem) -> int:
+    """How many bytes of tensors are written for it."""
+    if item.tensor_data is None:
+        return 0
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+# ----------------------------------------------------------------- reading
+
+
+def read_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chunk, file: BinaryIO) -> Tensor:
+    """One part of a tensor, verified. Raises CheckpointError naming the file and the key."""
+    if chunk.place is None:
+        return _torch_load_chunk(checkpoint, key, entry, chunk, file)
+    if chunk.place.strides is None:
+        tensor = torch.empty(chunk.sizes, dtype=entry.dtype)
+    else:
+        tensor = torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=entry.dtype)
+    _read_into(checkpoint, key, chunk, tensor, file)
+    return tensor
+
+
+def _read_into(checkpoint: Checkpoint, key: str, chunk: Chunk, tensor: Tensor, file: BinaryIO) -> None:
+    assert chunk.place is not None
+    if not read_data(file, chunk.place, memory(tensor)):
+        raise damaged(checkpoint, chunk.file, key)
+
+
+def damaged(checkpoint: Checkpoint, file: str, key: str) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.folder / file}: the data of {key} are damaged: their checksum does not match")
+
+
+def _torch_load_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chunk, file: BinaryIO) -> Tensor:
+    what = f"{checkpoint.folder / chunk.file}: {key}"
+    loaded = _torch_load(what, _blob(what, file, chunk.start, chunk.length))
+    if not isinstance(loaded, Tensor) or tuple(loaded.shape) != chunk.sizes or loaded.dtype != entry.dtype:
+        raise CheckpointError(f"{what} is not a tensor of shape {chunk.sizes} and {entry.dtype}, as the metadata say")
+    return loaded
+
+
+def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
+    file.seek(start)
+    content = file.read(length)
+    if len(content) != length:
+        raise CheckpointError(f"{what} is torn")
+    return content
+
+
+def _torch_load(what: str, content: bytes) -> Any:
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{what} cannot be read ({str(error).splitlines()[0]})") from error
+
+
+def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:
+    """What is no tensor: of the types that ``torch.load(weights_only=True)`` allows."""
+    what = f"{checkpoint.folder / entry.file}: {key}"
+    with (checkpoint.folder / entry.file).open("rb") as file:
+        if entry.place is None:
+            return _torch_load(what, _blob(what, file, entry.start, entry.length))
+        content = bytearray(entry.place.nbytes)
+        if not read_data(file, entry.place, memoryview(content)):
+            raise damaged(checkpoint, entry.file, key)
+    return _torch_load(what, bytes(content))
+
+
+def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
+    """The whole of a tensor."""
+    entry = checkpoint.entries[key]
+    assert isinstance(entry, TensorEntry)
+    whole: Tensor | None = None
+    for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
+        with (checkpoint.folder / chunk.file).open("rb") as file:
+            part = read_chunk(checkpoint, key, entry, chunk, file)
+        if chunk.sizes == entry.shape:
+            return part
+        if whole is None:
+            whole = torch.zeros(entry.shape, dtype=entry.dtype)
+        narrowed(whole, chunk.offsets, chunk.sizes).copy_(part)
+    return torch.zeros(entry.shape, dtype=entry.dtype) if whole is None else whole
+
+
+def read_nested(checkpoint: Checkpoint, root: str) -> Any:
+    """What was saved as ``root``: one value, or a nested dict of them; None for nothing."""
+    result: dict[str, Any] = {}
+    for key, entry in checkpoint.entries.items():
+        if key != root and not key.startswith(f"{root}."):
+            continue
+        value = read_tensor(checkpoint, key) if isinstance(entry, TensorEntry) else read_object(checkpoint, key, entry)
+        path = checkpoint.paths[key]
+        depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
+        set_element(result, ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])), value)
+    return result.get("")
+
+
+class Reader:
+    """Reads parts of tensors into place, each part of a file once, in the order of the file."""
+
+    def __init__(self, checkpoint: Checkpoint, report: Report | None = None) -> None:
+        self.checkpoint = checkpoint
+        self.report = report or (lambda nbytes: None)
+
+    def read(self, items: Iterable[ReadItem], target_of: Callable[[ReadItem], Tensor]) -> None:
+        """Fill what ``target_of`` gives for each item. Raises CheckpointError; what was read until then stays."""
+        by_chunk: dict[tuple[str, int], list[ReadItem]] = {}
+        for item in items:
+            assert item.type == LoadItemType.TENSOR and item.storage_index.index is not None
+            by_chunk.setdefault((item.storage_index.fqn, item.storage_index.index), []).append(item)
+        chunks = [(self._chunk(*where), where, wanted) for where, wanted in by_chunk.items()]
+        by_file: dict[str, list[Any]] = {}
+        for each in sorted(chunks, key=lambda each: each[0].start):
+            by_file.setdefault(each[0].file, []).append(each)
+        for name, parts in by_file.items():
+            with (self.checkpoint.folder / name).open("rb") as file:
+                for chunk, (key, _), wanted in parts:
+                    self._read_one(key, chunk, [(item, target_of(item)) for item in wanted], file)
+
+    def _chunk(self, key: str, index: int) -> Chunk:
+        entry = self.checkpoint.entries[key]
+        assert isinstance(entry, TensorEntry)
+        return entry.chunks[index]
+
+    def _read_one(self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], file: BinaryIO) -> None:
+        entry = self.checkpoint.entries[key]
+        assert isinstance(entry, TensorEntry)
+        (item, target), *others = wanted
+        if not others and _can_read_into(chunk, entry, item, target):
+            _read_into(self.checkpoint, key, chunk, target, file)
+        else:
+            stored = read_chunk(self.checkpoint, key, entry, chunk, file)
+            for item, target in wanted:
+                target.copy_(narrowed(stored, item.storage_offsets, item.lengths))
+        self.report(sum(target.nbytes for _, target in wanted))
+
+
+def _can_read_into(chunk: Chunk, entry: TensorEntry, item: ReadItem, target: Tensor) -> bool:
+    """Whether a target is all of a chunk, and lies in memory as the chunk does in the file."""
+    if chunk.place is None or tuple(item.lengths) != chunk.sizes or tuple(target.shape) != chunk.sizes:
+        return False
+    if target.device.type != "cpu" or target.dtype != entry.dtype or target.is_conj() or target.is_neg():
+        return False
+    if chunk.place.strides is None:
+        return target.is_contiguous()
+    return target.stride() == chunk.place.strides
+
+
+def narrowed(tensor: Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor

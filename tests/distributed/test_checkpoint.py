@@ -1,0 +1,551 @@
+"""fsdp_c.checkpoint on ranks: any number of them, any wrapping, torch's FSDP1 and FSDP2 both ways, no exchange."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError
+from fsdp_c.checkpoint.metadata import read_checkpoint
+from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
+from tests.models import WIDTH, Block
+from tests.parity.engine import same_bits
+from tests.ranks import on_ranks, pool
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
+
+
+def made(
+    seed: int = 0, strategy: str = "FULL_SHARD", use_orig_params: bool = True, one_unit: bool = False, **options: Any
+) -> Any:
+    options = {"sharding_strategy": ShardingStrategy[strategy]} | options
+    if one_unit:
+        options["auto_wrap_policy"] = None
+    if strategy == "HYBRID_SHARD":
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return wrap(odd(seed), use_orig_params, **options)
+
+
+def adamw(model: nn.Module, groups: int = 2) -> torch.optim.Optimizer:
+    """Two groups, so that which parameter is in which matters; one where the wrapping changes."""
+    params = list(model.parameters())
+    split = [{"params": params[:1], "lr": 0.02}, {"params": params[1:]}]
+    return torch.optim.AdamW(split if groups == 2 else [{"params": params, "lr": 0.02}], lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(groups: int = 2, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = made(**options)
+    optimizer = adamw(model, groups)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def full_model(model: Any) -> dict[str, Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return model.state_dict()
+
+
+def full_optim(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return type(model).optim_state_dict(model, optimizer)
+
+
+def write_full(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What the checkpoint must hold, in plain tensors, for ranks of another test body."""
+    expected = {"model": full_model(model), "optim": full_optim(model, optimizer)}
+    if dist.get_rank() == 0:
+        torch.save(expected, folder / "expected.pt")
+    dist.barrier()
+
+
+def assert_holds(folder: Path, model: Any, optimizer: torch.optim.Optimizer | None) -> None:
+    expected = torch.load(folder / "expected.pt", weights_only=True)
+    actual = full_model(model)
+    assert sorted(actual) == sorted(expected["model"])
+    assert [name for name in actual if not same_bits(actual[name], expected["model"][name])] == []
+    if optimizer is None:
+        return
+    state = full_optim(model, optimizer)
+    assert sorted(state["state"]) == sorted(expected["optim"]["state"])
+    for fqn, own in state["state"].items():
+        assert sorted(own) == sorted(expected["optim"]["state"][fqn])
+        assert [name for name in own if not same_bits(own[name], expected["optim"]["state"][fqn][name])] == [], fqn
+    assert state["param_groups"][0]["lr"] == expected["optim"]["param_groups"][0]["lr"] == 0.02
+
+
+def folder_of_ranks() -> Path:
+    """A folder that all ranks of a body share."""
+    told = [tempfile.mkdtemp(prefix="checkpoint-")]
+    dist.broadcast_object_list(told, src=0)
+    return Path(told[0])
+
+
+# ----------------------------------------------------------------- save here, load there
+
+
+def body_save(rank: int, world_size: int, folder: str, **options: Any) -> None:
+    model, optimizer = trained(**options)
+    write_full(Path(folder), model, optimizer)
+    checkpoint.save(model, optimizer, Path(folder) / "ckpt", extra=EXTRA)
+
+
+def body_load(rank: int, world_size: int, folder: str, groups: int = 2, **options: Any) -> None:
+    model = made(seed=1, **options)
+    optimizer = adamw(model, groups)
+    optimizer.param_groups[0]["lr"] = 0.5
+    extra = checkpoint.load(model, optimizer, Path(folder) / "ckpt")
+    assert_holds(Path(folder), model, optimizer)
+    assert extra["step"] == 3 and extra["losses"] == [1.0, 0.5]
+    assert extra["nested"]["name"] == "x" and torch.equal(extra["nested"]["tensor"], torch.arange(4))
+    train(model, optimizer, 1)  # with the state as it came
+
+
+def across(tmp_path: Path, saving: int, loading: int, save: dict[str, Any], load: dict[str, Any]) -> None:
+    folder = {"folder": str(tmp_path)}
+    pool(saving).run(__name__, "body_save", folder | save)
+    pool(loading).run(__name__, "body_load", folder | load)
+
+
+@pytest.mark.parametrize("loading", [1, 2, 3, 4])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_four_ranks_save_and_others_load(loading: int, use_orig_params: bool, tmp_path: Path) -> None:
+    across(tmp_path, 4, loading, {"use_orig_params": use_orig_params}, {"use_orig_params": use_orig_params})
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        ({"use_orig_params": True}, {"use_orig_params": False, "one_unit": True}),
+        ({"use_orig_params": False, "one_unit": True}, {"use_orig_params": True, "strategy": "SHARD_GRAD_OP"}),
+        ({"strategy": "NO_SHARD"}, {"strategy": "FULL_SHARD", "use_orig_params": False}),
+        ({"strategy": "FULL_SHARD", "use_orig_params": False}, {"strategy": "NO_SHARD"}),
+        ({"strategy": "NO_SHARD", "use_orig_params": False}, {"strategy": "NO_SHARD"}),
+    ],
+    ids=str,
+)
+def test_wrapping_and_strategy_may_change(save: dict[str, Any], load: dict[str, Any], tmp_path: Path) -> None:
+    across(tmp_path, 2, 2, save | {"groups": 1}, load | {"groups": 1})
+
+
+def written_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.distcp"))
+
+
+def test_of_replicas_one_is_written(tmp_path: Path) -> None:
+    (tmp_path / "hybrid").mkdir()
+    (tmp_path / "full").mkdir()
+    across(tmp_path / "hybrid", 4, 2, {"strategy": "HYBRID_SHARD", "groups": 1}, {"groups": 1})
+    across(tmp_path / "full", 2, 4, {"groups": 1}, {"strategy": "HYBRID_SHARD", "use_orig_params": False, "groups": 1})
+    sizes = [written_bytes(tmp_path / name / "ckpt") for name in ("hybrid", "full")]
+    assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[1]
+
+
+def body_save_in_small_pieces(rank: int, world_size: int, folder: str) -> None:
+    with mock.patch("fsdp_c.checkpoint.values.MAX_NBYTES", 24):
+        body_save(rank, world_size, folder)
+        entries = read_checkpoint(Path(folder) / "ckpt").entries
+    assert max(c.numel for e in entries.values() if hasattr(e, "chunks") for c in e.chunks if e.shape) <= 6
+    assert len(entries["model.image.weight"].chunks) > 20  # channels_last
+
+
+def test_tensors_larger_than_a_piece_are_divided(tmp_path: Path) -> None:
+    pool(2).run(__name__, "body_save_in_small_pieces", {"folder": str(tmp_path)})
+    pool(3).run(__name__, "body_load", {"folder": str(tmp_path)})
+
+
+# ----------------------------------------------------------------- no exchange of parameters
+
+
+OBJECT_COLLECTIVES = ["all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"]
+TENSOR_COLLECTIVES = ["all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all"]
+TENSOR_COLLECTIVES += ["all_to_all_single", "broadcast", "gather", "reduce", "reduce_scatter", "scatter"]
+TENSOR_COLLECTIVES += ["reduce_scatter_tensor", "send", "recv"]
+
+
+class Counted:
+    """Counts c10d's functions by who called: those that send objects, and tensors that are not part of them."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.inside = 0
+        self.patches: list[Any] = []
+
+    def _patch(self, name: str, is_object: bool) -> None:
+        original = getattr(dist.distributed_c10d, name, None)
+        if original is None:
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.inside:
+                self.calls[name] += 1
+            self.inside += is_object
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self.inside -= is_object
+
+        for module in (dist, dist.distributed_c10d):
+            self.patches.append(mock.patch.object(module, name, call))
+
+    def __enter__(self) -> Counter[str]:
+        for name in OBJECT_COLLECTIVES:
+            self._patch(name, True)
+        for name in TENSOR_COLLECTIVES:
+            self._patch(name, False)
+        for patch in self.patches:
+            patch.start()
+        return self.calls
+
+    def __exit__(self, *_: Any) -> None:
+        for patch in self.patches:
+            patch.stop()
+
+
+@on_ranks(2)
+def test_saving_and_loading_send_objects_only_and_few(rank, world_size):
+    model, optimizer = trained()
+    path = folder_of_ranks() / "ckpt"
+    with Counted() as calls, torch.autograd.profiler.profile() as profile:
+        checkpoint.save(model, optimizer, path)
+        # agreement; DCP's plan out and home; DCP's results out and home
+        assert calls == {
+            "all_gather_object": 1,
+            "gather_object": 2,
+            "scatter_object_list": 1,
+            "broadcast_object_list": 1,
+        }
+    # what gloo itself was asked for: sizes and bytes of these objects
+    assert sum(event.count for event in profile.key_averages() if event.key.startswith("gloo:")) <= 12
+    with Counted() as calls:
+        checkpoint.load(model, optimizer, path)
+        assert calls == {"all_gather_object": 2}
+
+
+# ----------------------------------------------------------------- torch's own checkpoints, both ways
+
+
+def torch_model(kind: str, seed: int = 0) -> Any:
+    """The model under torch's FSDP1, saving ShardedTensors or DTensors, or FSDP2."""
+    if kind != "fsdp2":
+        model = wrap(contiguous(seed), use_orig_params=True, which="torch", mesh=kind == "fsdp1 with mesh")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            type(model).set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+        return model
+    model = contiguous(seed)
+    for module in model.modules():
+        if isinstance(module, Block):
+            fully_shard(module)
+    return fully_shard(model)
+
+
+def torch_save(model: Any, optimizer: Any, path: Path, **options: Any) -> None:
+    own, of_optimizer = get_state_dict(model, optimizer, **options)
+    dcp.save({"model": own, "optim": of_optimizer, "extra": EXTRA}, checkpoint_id=path)
+
+
+def torch_load(model: Any, optimizer: Any, path: Path) -> None:
+    own, of_optimizer = get_state_dict(model, optimizer)
+    state = {"model": own, "optim": of_optimizer}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def whole(value: Any) -> Any:
+    """Plain tensors of a state dict that is sharded in any way. Collective."""
+    if isinstance(value, dict):
+        return {key: whole(one) for key, one in value.items()}
+    if isinstance(value, dist._shard.sharded_tensor.ShardedTensor):
+        out = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
+        value.gather(0, out)
+        told = [out]
+        dist.broadcast_object_list(told, src=0)
+        return told[0]
+    return value.full_tensor() if isinstance(value, dist.tensor.DTensor) else value
+
+
+def assert_same_tensors(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    assert sorted(expected) == sorted(actual)
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_same_tensors(value, actual[key])
+        else:
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(actual[key])), key
+
+
+def ours(seed: int, use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
+    model = wrap(contiguous(seed), use_orig_params)
+    return model, adamw(model, groups=1)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp1 with mesh", "fsdp2"])
+@on_ranks(2)
+def test_what_torch_saved_loads_here(rank, world_size, kind, flatten):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    theirs = torch_model(kind)
+    optimizer = adamw(theirs, groups=1)
+    train(theirs, optimizer)
+    path = folder_of_ranks() / "torch"
+    torch_save(theirs, optimizer, path, options=StateDictOptions(flatten_optimizer_state_dict=flatten))
+    expected_model, expected_optim = map(whole, get_state_dict(theirs, optimizer))
+    for use_orig_params in (True, False):
+        model, own = ours(1, use_orig_params)
+        own.param_groups[0]["lr"] = 0.5
+        extra = checkpoint.load(model, own, path)
+        assert extra["step"] == 3 and extra["losses"] == [1.0, 0.5]
+        assert_same_tensors(expected_model, full_model(model))
+        assert_same_tensors(expected_optim["state"], full_optim(model, own)["state"])
+        assert own.param_groups[0]["lr"] == 0.02
+        train(model, own, 1)
+
+
+# not of ShardedTensors: torch's DCP takes a checkpoint for an old one where a rank has no row of one, its own too
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("kind", ["fsdp1 with mesh", "fsdp2"])
+@on_ranks(2)
+def test_what_is_saved_here_loads_in_torch(rank, world_size, kind, use_orig_params):
+    model, optimizer = ours(0, use_orig_params)
+    train(model, optimizer)
+    path = folder_of_ranks() / "ours"
+    checkpoint.save(model, optimizer, path, extra=EXTRA)
+    theirs = torch_model(kind, seed=1)
+    own = adamw(theirs, groups=1)
+    own.param_groups[0]["lr"] = 0.5
+    torch_load(theirs, own, path)
+    loaded_model, loaded_optim = map(whole, get_state_dict(theirs, own))
+    assert_same_tensors(full_model(model), loaded_model)
+    assert_same_tensors(full_optim(model, optimizer)["state"], loaded_optim["state"])
+    assert own.param_groups[0]["lr"] == 0.02
+
+
+@on_ranks(2)
+def test_the_values_work_with_plain_dcp(rank, world_size):
+    model, optimizer = trained()
+    folder = folder_of_ranks()
+    write_full(folder, model, optimizer)
+    state = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
+    dcp.save(state, checkpoint_id=folder / "plain")
+    other, own = made(seed=1, use_orig_params=False), None
+    dcp.load({"model": checkpoint.model_state(other)}, checkpoint_id=folder / "plain")
+    assert_holds(folder, other, own)
+    again = made(seed=2)
+    optimizer = adamw(again)
+    checkpoint.load(again, optimizer, folder / "plain")
+    assert_holds(folder, again, optimizer)
+
+
+@on_ranks(2)
+def test_the_values_work_with_async_save(rank, world_size):
+    model, optimizer = trained()
+    folder = folder_of_ranks()
+    write_full(folder, model, optimizer)
+    state = {"model": checkpoint.model_state(model), "optim": checkpoint.optim_state(model, optimizer)}
+    saving = dcp.async_save(state, checkpoint_id=folder / "async")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()  # what was staged is a copy
+    saving.result()
+    again = made(seed=2)
+    optimizer = adamw(again)
+    checkpoint.load(again, optimizer, folder / "async")
+    assert_holds(folder, again, optimizer)
+
+
+# ----------------------------------------------------------------- what is not a parameter
+
+
+class WithState(nn.Module):
+    """Plain parameters outside of the unit, buffers of three kinds, state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.plain = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("hidden", torch.ones(2), persistent=False)
+        self.register_buffer("fraction", torch.tensor([1 / 3, 2 / 3]))
+        self.seen: dict[str, Any] = {"count": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(self.inner(x))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return dict(self.seen)
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = dict(state)
+
+
+def with_state(seed: int) -> Any:
+    torch.manual_seed(seed)
+    inner = WithState()
+    with torch.no_grad():
+        inner.fraction.mul_(seed + 1)
+    inner.seen = {"count": seed, "names": ["a"]}
+    options = {"ignored_modules": [inner.plain], "mixed_precision": MixedPrecision(buffer_dtype=torch.bfloat16)}
+    return wrap(inner, True, auto_wrap_policy=None, **options)
+
+
+@on_ranks(2)
+def test_buffers_ignored_parameters_and_extra_state_come_back(rank, world_size):
+    source, target = with_state(1), with_state(2)
+    source(torch.ones(2, WIDTH)).sum().backward()  # lazily initialised: buffers are in low precision now
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(source, None, path)
+    saved = read_checkpoint(path).entries
+    assert saved["model.fraction"].dtype == torch.float32 and "model.hidden" not in saved
+    assert checkpoint.load(target, None, path) == {}
+    assert_same_tensors(full_without_extra(source), full_without_extra(target))
+    assert target.module.seen == {"count": 1, "names": ["a"]}
+
+
+def full_without_extra(model: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in full_model(model).items() if not name.endswith("_extra_state")}
+
+
+@on_ranks(2)
+def test_names_are_those_of_state_dict_and_shared_memory_is_written_once(rank, world_size):
+    model = made()
+    assert sorted(checkpoint.model_state(model)) == sorted(full_model(model))
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(model, None, path)
+    entries = read_checkpoint(path).entries
+    chunks = [[(c.file, c.start) for c in entries[f"model.net.{name}.weight"].chunks] for name in ("inp", "head")]
+    assert chunks[0] == chunks[1]
+
+
+@on_ranks(2)
+def test_a_dtensor_is_refused(rank, world_size):
+    model = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    model.weight = nn.Parameter(dist.tensor.distribute_tensor(model.weight, mesh, [dist.tensor.Shard(0)]))
+    folder = folder_of_ranks()
+    with pytest.raises(NotImplementedError, match="weight is a DTensor"):
+        checkpoint.save(model, None, folder / "ckpt")
+    assert list(folder.iterdir()) == []
+
+
+# ----------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize("where", ["write", "plan", "state", "finish"])
+@on_ranks(2)
+def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(rank, world_size, where):
+    model, optimizer = trained()
+    folder = folder_of_ranks()
+    write_full(folder, model, optimizer)
+    checkpoint.save(model, optimizer, folder / "ckpt", extra=EXTRA)
+    train(model, optimizer, 1)
+    target, failing = {
+        "write": ("fsdp_c.checkpoint.pieces.FileWriter.write_tensor", 1),
+        "plan": ("fsdp_c.checkpoint.values.RangeTensor.__create_write_items__", 1),
+        "state": ("fsdp_c.checkpoint.saving.optim_state", 1),
+        "finish": ("fsdp_c.checkpoint.storage.publish", 0),
+    }[where]
+    full_disk = OSError(28, "No space left on device")
+    with mock.patch(target, side_effect=full_disk) if rank == failing else mock.MagicMock():
+        with pytest.raises(CheckpointError, match=f"failed on rank {failing}: OSError: .*No space left"):
+            checkpoint.save(model, optimizer, folder / "ckpt")
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["ckpt", "expected.pt"]
+    other = made(seed=1)
+    optimizer = adamw(other)
+    checkpoint.load(other, optimizer, folder / "ckpt")
+    assert_holds(folder, other, optimizer)
+
+
+def flipped(path: Path, position: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[position] ^= 0x10
+    path.write_bytes(content)
+
+
+@on_ranks(2)
+def test_damaged_data_are_an_error_on_all_ranks_that_names_file_and_parameter(rank, world_size):
+    model, optimizer = trained()
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(model, optimizer, path)
+    chunk = read_checkpoint(path).entries["optim.state.vector.exp_avg"].chunks[0]
+    if rank == 0:
+        flipped(path / chunk.file, chunk.place.offset)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=rf"rank 0: .*{chunk.file}: the data of optim.state.vector.exp_avg"):
+        checkpoint.load(model, optimizer, path)
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_found_before_anything_is_changed(rank, world_size):
+    source, target = made(), made(seed=1)
+    before = full_model(target)
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(source, None, path)
+    optimizer = adamw(target)
+    with pytest.raises(CheckpointError, match="holds no optimizer under 'optim'"):
+        checkpoint.load(target, optimizer, path)
+    wider = wrap(nn.Sequential(nn.Linear(3, 3)), True)
+    with pytest.raises(CheckpointError, match="does not fit the model:\n\t0.weight is missing".replace("0", "model.0")):
+        checkpoint.load(wider, None, path)
+    checkpoint.load(wider, None, path, strict=False)
+    with pytest.raises(FileNotFoundError, match="nowhere: no such checkpoint"):
+        checkpoint.load(target, None, path.parent / "nowhere")
+    with target.summon_full_params(target), pytest.raises(AssertionError, match="inside summon_full_params"):
+        checkpoint.save(target, None, path)
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with pytest.raises(ValueError, match="parameters that are not the model's"):
+        checkpoint.save(target, stranger, path)
+    assert_same_tensors(before, full_model(target))
+
+
+@on_ranks(2)
+def test_state_is_made_without_a_step(rank, world_size):
+    model, optimizer = trained(groups=1)
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(model, optimizer, path)
+    other = made(seed=1)
+    fresh = torch.optim.AdamW(other.parameters(), amsgrad=True)
+    with mock.patch.object(fresh, "step", side_effect=AssertionError("a step")):
+        checkpoint.load(other, fresh, path)
+    assert_same_tensors(full_optim(model, optimizer)["state"], full_optim(other, fresh)["state"])
+
+
+@on_ranks(2)
+def test_gathered_parameters_do_not_outlive_a_load(rank, world_size):
+    source = made(strategy="SHARD_GRAD_OP")
+    target = made(seed=1, strategy="SHARD_GRAD_OP")
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(source, None, path)
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        target(x)  # parameters stay gathered
+    checkpoint.load(target, None, path)
+    with torch.no_grad():
+        assert torch.equal(source(x), target(x))

@@ -1,0 +1,124 @@
+"""TORCH_DISTRIBUTED_DEBUG=INFO: what the runtime says it does, where torch says it."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation
+from tests.ranks import on_ranks
+
+BOTH = ("torch", "fsdp_c")
+X = torch.ones(3, WIDTH)
+
+
+@contextmanager
+def debug_level(level: dist.DebugLevel) -> Iterator[None]:
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+def build(which: str, level: dist.DebugLevel = dist.DebugLevel.INFO, **arguments: Any) -> Any:
+    torch.manual_seed(5)
+    with debug_level(level):
+        return implementation(which)(
+            Net(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            **({"use_orig_params": True} | arguments),
+        )
+
+
+def said(record: list[warnings.WarningMessage], text: str) -> list[str]:
+    return [message for one in record if text in (message := str(one.message))]
+
+
+def held(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.numel()]
+
+
+@on_ranks(2)
+def test_parameters_and_gradients_taken_over_are_warned_of(rank: int, world_size: int) -> None:
+    """X-077, C-136: one warning per parameter or gradient, and none without the level."""
+    counts = {}
+    for which in BOTH:
+        for level in (dist.DebugLevel.INFO, dist.DebugLevel.OFF):
+            model = build(which, level)
+            model(X).sum().backward()
+            held(model)[0].data = torch.zeros_like(held(model)[0])
+            held(model)[1].grad = torch.zeros_like(held(model)[1])
+            with warnings.catch_warnings(record=True) as record:
+                warnings.simplefilter("always")
+                with torch.no_grad():
+                    model(X)
+            found = said(record, "needs writeback")
+            counts[which, level.name] = sorted(text.split()[2] for text in found)
+            assert all(f"[Rank {rank}]" in text for text in found)
+    wanted = {"INFO": ["Gradient", "Parameter"], "OFF": []}
+    assert counts == {(which, level): kinds for which in BOTH for level, kinds in wanted.items()}
+
+
+@on_ranks(2)
+def test_zeros_for_missing_gradients_are_warned_of(rank: int, world_size: int) -> None:
+    """X-086, C-116: on the rank that has none."""
+    for which in BOTH:
+        model = build(which)
+        model(X).sum().backward()
+        if rank == 1:
+            model.zero_grad()
+        with warnings.catch_warnings(record=True) as record:
+            warnings.simplefilter("always")
+            with type(model).summon_full_params(model, with_grads=True):
+                pass
+        found = said(record, "Only some but not all ranks")
+        assert bool(found) == (rank == 1)
+        assert all(f"[Rank {rank}]" in text for text in found)
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    lines = Lines()
+    logging.getLogger(name).addHandler(lines)
+    try:
+        yield lines.lines
+    finally:
+        logging.getLogger(name).removeHandler(lines)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_units_whose_gradients_have_come_are_logged(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """X-085, D-065: by the names of their parameters from the root, in the order of the backward."""
+    found = {}
+    for which, logger in (("torch", "torch.distributed.fsdp"), ("fsdp_c", "fsdp_c")):
+        model = build(which, use_orig_params=use_orig_params)
+        with logged(logger) as lines:
+            model(X).sum().backward()
+        found[which] = [line for line in lines if "post-backward hook" in line]
+    assert len(found["fsdp_c"]) == (4 if use_orig_params else 0)
+    assert found["fsdp_c"] == found["torch"]

@@ -1,0 +1,106 @@
+"""A check that can fail on one rank alone is made before the collective, and its error names the rank (parity 27).
+
+Only the last rank does what is wrong and calls into the runtime. Were something sent before the error, the collectives
+of the two ranks would not pair afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.models import WIDTH
+from tests.ranks import on_ranks
+
+
+def build(**arguments: Any) -> FSDP:
+    torch.manual_seed(5)
+    return FSDP(
+        nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))),
+        **({"device_id": torch.device("cpu"), "use_orig_params": True} | arguments),
+    )
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def held(model: nn.Module, whether: bool = True) -> nn.Parameter:
+    return next(param for param in model.parameters() if bool(param.numel()) is whether)
+
+
+def data_of_another_shape(model: FSDP, rank: int) -> None:
+    held(model).data = torch.zeros(2, 2)
+    model(batch(rank))
+
+
+def data_where_nothing_is_held(model: FSDP, rank: int) -> None:
+    for param in model.parameters():
+        if param.numel() == 0:
+            param.data = torch.zeros(3)
+    model(batch(rank))
+
+
+def sparse_gradient(model: FSDP, rank: int) -> None:
+    param = held(model)
+    param.grad = torch.zeros_like(param).to_sparse()
+    model(batch(rank))
+
+
+def flat_data_of_another_shape(model: FSDP, rank: int) -> None:
+    model._flat_param.data = torch.zeros(3)
+    model(batch(rank))
+
+
+def summon_in_summon(model: FSDP, rank: int) -> None:
+    with summoning(model), FSDP.summon_full_params(model):
+        pass
+
+
+def clip_in_summon(model: FSDP, rank: int) -> None:
+    with summoning(model):
+        model.clip_grad_norm_(1.0)
+
+
+@contextlib.contextmanager
+def summoning(model: FSDP) -> Iterator[None]:
+    """The unit in a state that is not idle, without the collectives that lead there."""
+    model._unit.set_summoning(True)
+    try:
+        yield
+    finally:
+        model._unit.set_summoning(False)
+
+
+WRONG: dict[str, tuple[Callable[[FSDP, int], None], type[Exception], dict[str, Any]]] = {
+    "data_of_another_shape": (data_of_another_shape, RuntimeError, {}),
+    "data_where_nothing_is_held": (data_where_nothing_is_held, RuntimeError, {}),
+    "sparse_gradient": (sparse_gradient, RuntimeError, {}),
+    "flat_data_of_another_shape": (flat_data_of_another_shape, RuntimeError, {"use_orig_params": False}),
+    "summon_in_summon": (summon_in_summon, AssertionError, {}),
+    "clip_in_summon": (clip_in_summon, ValueError, {}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@on_ranks(2)
+def test_error_comes_before_the_collective_and_names_the_rank(rank: int, world_size: int, wrong: str) -> None:
+    act, kind, arguments = WRONG[wrong]
+    model = build(**arguments)
+    with torch.no_grad():
+        expected = model(batch(rank))
+    if rank == world_size - 1:
+        with pytest.raises(kind, match=f"rank {rank}"):
+            act(model, rank)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    assert total.item() == sum(range(world_size))
+    with torch.no_grad():  # a model of its own: the wrong one keeps what was done to it
+        assert torch.equal(build(**arguments)(batch(rank)), expected)

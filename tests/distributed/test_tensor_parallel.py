@@ -1,0 +1,575 @@
+"""Tensor parallelism inside FSDP: DTensor parameters on mesh["tp"], wrapped on mesh["dp"], four ranks (A-047, G-040).
+
+Bitwise equality with torch's FSDP1 where that works, and an unsharded reference where it does not.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests import tensor_parallel as tp
+from tests.parity.engine import (
+    STEPS,
+    Point,
+    Run,
+    assert_record_is_worth_comparing,
+    assert_same_record,
+    implementation,
+)
+from tests.parity.scenarios import (
+    accumulate_step,
+    evaluate_between_step,
+    no_sync_step,
+    plain_step,
+    several_forwards_step,
+)
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+PER_LAYER = ModuleWrapPolicy({tp.Layer})
+PLANS = ("mlp", "sequence")
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+both_plans = pytest.mark.parametrize("plan", PLANS)
+
+
+def plain(seed: int = 3, **options: Any) -> tp.Language:
+    torch.manual_seed(seed)
+    return tp.Language(**options)
+
+
+def wrap(model: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
+    defaults = {
+        "device_mesh": tp.mesh()["dp"],
+        "device_id": CPU,
+        "use_orig_params": True,
+        "auto_wrap_policy": PER_LAYER,
+    }
+    return implementation(which)(model, **(defaults | arguments))
+
+
+def loss_of(model: nn.Module, data_rank: int, index: int = 0) -> Tensor:
+    return model(tp.tokens(10 * index + data_rank)).float().square().mean()
+
+
+def full(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def full_params(model: nn.Module) -> dict[str, Tensor]:
+    with FSDP.summon_full_params(model, writeback=False):
+        return {name: full(param) for name, param in model.named_parameters()}
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor]:
+    with FSDP.summon_full_params(model, with_grads=True):
+        return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def full_state(model: nn.Module, **config: Any) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(**config)):
+        return model.state_dict()
+
+
+def load(model: nn.Module, state: dict[str, Any]) -> None:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        model.load_state_dict(state)
+
+
+def assert_close(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:
+    assert list(expected) == list(actual)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def reference_backward(model: nn.Module, indices: tuple[int, ...] = (0,)) -> None:
+    """The average gradient over the data parallel ranks, on the plain model."""
+    for index in indices:
+        sum(loss_of(model, data_rank, index) / 2 for data_rank in range(2)).backward()
+
+
+def named_grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.grad for name, param in model.named_parameters() if param.grad is not None}
+
+
+# ------------------------------------------------------------------ equal to torch, bit for bit
+
+
+class ParallelRun(Run):
+    """Batches of tokens, the same for all ranks of a tensor parallel group."""
+
+    def batch(self, index: int = 0) -> Tensor:
+        return tp.tokens(1000 * self.step + 10 * index + self.rank // 2)
+
+
+def record(point: Point, plan: str, step: Callable[[Run], None], which: str, rank: int, **options: Any) -> Any:
+    run = ParallelRun(point, implementation(which), rank, 4)
+    arguments = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": PER_LAYER}
+    run.start(lambda run: run.wrap(tp.parallelized(tp.Language(**options), plan), **arguments))
+    for run.step in range(1, STEPS // 2 + 1):
+        step(run)
+    with run.fsdp.summon_full_params(run.model):
+        run.record_params("summoned")
+    run.record_full_state_dict("end")
+    return run.trace
+
+
+def compare(point: Point, plan: str, step: Callable[[Run], None], rank: int, **options: Any) -> None:
+    expected = record(point, plan, step, "torch", rank, **options)
+    assert_record_is_worth_comparing(expected)
+    assert any("up.weight placements" in label for label in expected)
+    assert_same_record(point, expected, record(point, plan, step, "fsdp_c", rank, **options))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@both_views
+@both_plans
+@on_ranks(4, timeout_s=120)
+def test_training_equals_torch(
+    rank: int, world_size: int, plan: str, use_orig_params: bool, strategy: str, precision: str
+) -> None:
+    compare(Point("tp", strategy, use_orig_params, precision), plan, plain_step, rank)
+
+
+STEP_KINDS = {
+    "accumulate": accumulate_step,
+    "several_forwards": several_forwards_step,
+    "evaluate_between": evaluate_between_step,
+}
+
+
+@pytest.mark.parametrize("kind", STEP_KINDS)
+@both_views
+@on_ranks(4, timeout_s=120)
+def test_steps_of_other_kinds_equal_torch(rank: int, world_size: int, use_orig_params: bool, kind: str) -> None:
+    compare(Point(kind, use_orig_params=use_orig_params), "sequence", STEP_KINDS[kind], rank)
+
+
+@both_views
+@on_ranks(4, timeout_s=120)
+def test_recomputed_layers_equal_torch(rank: int, world_size: int, use_orig_params: bool) -> None:
+    point = Point("checkpointed", "SHARD_GRAD_OP", use_orig_params)
+    compare(point, "sequence", plain_step, rank, checkpointed=True)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(4, timeout_s=120)
+def test_no_sync_of_flat_parameters_equals_torch(rank: int, world_size: int, strategy: str) -> None:
+    compare(Point("no_sync", strategy, use_orig_params=False), "sequence", no_sync_step, rank)
+
+
+# ------------------------------------------------------------------ equal to the unsharded model
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@both_plans
+@on_ranks(4)
+def test_no_sync_of_original_parameters_is_right_where_torch_raises(
+    rank: int, world_size: int, plan: str, strategy: str
+) -> None:
+    """torch puts a DTensor into the gradient of a plain parameter there."""
+    model = wrap(tp.parallelized(plain(), plan), sharding_strategy=ShardingStrategy[strategy])
+    reference = plain()
+    with model.no_sync():
+        loss_of(model, rank // 2, 0).backward()
+    loss_of(model, rank // 2, 1).backward()
+    reference_backward(reference, (0, 1))
+    assert_close(named_grads(reference), full_grads(model))
+
+
+@on_ranks(4)
+def test_unsharded_units_train_as_the_plain_model(rank: int, world_size: int) -> None:
+    """torch refuses the shapes of its own original parameters in the second forward."""
+    model, reference = wrap(tp.parallelized(plain(), "mlp"), sharding_strategy=ShardingStrategy.NO_SHARD), plain()
+    for module in (model, reference):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for index in range(3):
+            optimizer.zero_grad()
+            if module is model:
+                loss_of(model, rank // 2, index).backward()
+            else:
+                reference_backward(reference, (index,))
+            optimizer.step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
+@both_views
+@on_ranks(4)
+def test_offloaded_units_train_as_the_plain_model(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = plain(), plain()
+    model = wrap(
+        tp.parallelized(model, "sequence"), cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params
+    )
+    loss_of(model, rank // 2).backward()
+    reference_backward(reference)
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
+@on_ranks(4)
+def test_frozen_parameter_stays_frozen(rank: int, world_size: int) -> None:
+    """In torch's FSDP1 the local tensors of all DTensors require gradients, so that frozen ones are trained."""
+    for which, expected in (("torch", True), ("fsdp_c", False)):
+        module = tp.parallelized(plain(), "mlp")
+        module.layers[0].up.requires_grad_(False)
+        model = wrap(module, which)
+        params = dict(model.named_parameters())
+        frozen = [name for name in params if "layers.0" in name and "up." in name]
+        assert [params[name].requires_grad for name in frozen] == [expected] * 2
+    loss_of(model, rank // 2).backward()
+    reference = plain()
+    reference.layers[0].up.requires_grad_(False)
+    reference_backward(reference)
+    assert_close(named_grads(reference), full_grads(model))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a = nn.Linear(tp.WIDTH, tp.WIDTH, bias=False)
+        self.b = nn.Linear(tp.WIDTH, tp.WIDTH, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+def tied() -> nn.Module:
+    column = {name: ColwiseParallel(output_layouts=Replicate()) for name in ("a", "b")}
+    model = parallelize_module(Tied(), tp.mesh()["tp"], column)
+    model.b.weight = model.a.weight
+    return model
+
+
+@both_views
+@on_ranks(4)
+def test_tied_parameter_stays_tied(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """torch's FSDP1 flattens a tied DTensor twice, and trains two parameters (C-017)."""
+    arguments = {"auto_wrap_policy": None, "use_orig_params": use_orig_params}
+    assert wrap(tied(), "torch", **arguments)._flat_param._fqns == ["a.weight", "b.weight"]
+    model, reference = wrap(tied(), **arguments), Tied()
+    assert model._flat_param._fqns == ["a.weight"]
+    data = torch.randn(2, 3, tp.WIDTH, generator=torch.Generator().manual_seed(1))
+    model(data[rank // 2]).square().mean().backward()
+    reference(data).square().mean().backward()
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
+@both_views
+@on_ranks(4)
+def test_replicas_of_tensor_parallel_shards_train_as_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Three dimensions: two replicas, of one data parallel rank each (parity 1), of tensor parallel pairs."""
+    mesh = tp.hybrid_mesh()
+    module = parallelize_module(plain(), mesh["tp"], tp.sequence_plan())
+    model = wrap(
+        module,
+        device_mesh=mesh["replicate", "shard"],
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        use_orig_params=use_orig_params,
+    )
+    reference = plain()
+    loss_of(model, rank // 2).backward()
+    reference_backward(reference)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01), expected)
+    for one in (model, reference):
+        torch.optim.SGD(one.parameters(), lr=50.0).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
+# ------------------------------------------------------------------ clipping
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@both_views
+@both_plans
+@on_ranks(4)
+def test_gradient_norm_is_that_of_the_plain_model(
+    rank: int, world_size: int, plan: str, use_orig_params: bool, strategy: str, norm_type: float
+) -> None:
+    strategy_of = ShardingStrategy[strategy]
+    model = wrap(tp.parallelized(plain(), plan), use_orig_params=use_orig_params, sharding_strategy=strategy_of)
+    reference = plain()
+    loss_of(model, rank // 2).backward()
+    reference_backward(reference)
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+    torch.testing.assert_close(model.clip_grad_norm_(0.01, norm_type), expected)
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=50.0).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
+@on_ranks(4)
+def test_gradient_norm_is_the_same_on_all_ranks_and_in_torch_it_is_not(rank: int, world_size: int) -> None:
+    """torch's FSDP1 reduces the norm over the data parallel ranks alone: replicated parameters then drift apart."""
+    found = {}
+    for which in ("torch", "fsdp_c"):
+        model = wrap(tp.parallelized(plain(), "sequence"), which)
+        loss_of(model, rank // 2).backward()
+        norms: list[Any] = [None] * world_size
+        dist.all_gather_object(norms, model.clip_grad_norm_(0.01).item())
+        found[which] = len(set(norms))
+    assert found == {"torch": 2, "fsdp_c": 1}
+
+
+# ------------------------------------------------------------------ full parameters and state dicts
+
+
+@both_views
+@on_ranks(4)
+def test_summoned_parameters_are_dtensors_and_keep_edits(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    expected = {name: param.detach() + 1 for name, param in plain().named_parameters()}
+    with FSDP.summon_full_params(model), torch.no_grad():
+        up = model.layers[0].up.weight
+        assert isinstance(up, DTensor) and isinstance(up, nn.Parameter)
+        assert up.shape == (tp.HIDDEN, tp.WIDTH) and up.placements == (Shard(0),)
+        for param in model.parameters():
+            param.add_(1)
+        replaced = model.layers[1].up.weight
+        replaced.data = (replaced + 0).detach()
+    assert_close(expected, full_params(model))
+
+
+@on_ranks(4)
+def test_summoned_gradients_are_dtensors_and_keep_edits(rank: int, world_size: int) -> None:
+    model, reference = wrap(tp.parallelized(plain(), "mlp")), plain()
+    loss_of(model, rank // 2).backward()
+    reference_backward(reference)
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert model.layers[0].down.weight.grad.placements == (Shard(1),)
+        for param in model.parameters():
+            param.grad.mul_(2)
+    assert_close({name: 2 * grad for name, grad in named_grads(reference).items()}, full_grads(model))
+
+
+@both_views
+@on_ranks(4)
+def test_rank0_only_shows_the_first_data_parallel_rank_full_parameters(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=True):
+        shown = [isinstance(param, DTensor) for param in model.parameters()]
+    assert any(shown) == (rank // 2 == 0)
+
+
+@pytest.mark.parametrize("config", [{}, {"offload_to_cpu": True}, {"rank0_only": True}], ids=["", "offload", "rank0"])
+@both_views
+@on_ranks(4)
+def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
+    rank: int, world_size: int, use_orig_params: bool, config: dict[str, bool]
+) -> None:
+    """As torch's FSDP1 gives it; with offload_to_cpu that dies of a signal (parity 5)."""
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params)
+    state = full_state(model, **config)
+    if config.get("rank0_only") and rank // 2 != 0:
+        assert state == {}
+        return
+    assert state["layers.0.up.weight"].placements == (Shard(0),)
+    assert state["layers.0.up.weight"].device_mesh == tp.mesh()["tp"]
+    assert not isinstance(state["head.weight"], DTensor)
+    assert_close(plain().state_dict(), {name: full(value) for name, value in state.items()})
+
+
+@pytest.mark.parametrize("form", ["dtensors", "plain", "assigned"])
+@both_views
+@on_ranks(4)
+def test_full_state_dict_loads_again(rank: int, world_size: int, use_orig_params: bool, form: str) -> None:
+    """Plain tensors of full shape too, such as another kind of run saves; torch refuses those."""
+    source = wrap(tp.parallelized(plain(4), "sequence"), use_orig_params=use_orig_params)
+    state = full_state(source) if form != "plain" else plain(4).state_dict()
+    model = wrap(tp.parallelized(plain(3), "sequence"), use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        model.load_state_dict(state, assign=form == "assigned")
+    assert_close(plain(4).state_dict(), full_params(model))
+    loss_of(model, rank // 2).backward()
+
+
+@on_ranks(4)
+def test_entry_of_local_shape_is_refused_and_nothing_is_loaded(rank: int, world_size: int) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"))
+    state = plain(4).state_dict()
+    state["layers.1.up.weight"] = state["layers.1.up.weight"][: tp.HIDDEN // 2]
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.1\.up\.weight"):
+        load(model, state)
+    assert_close(dict(plain().named_parameters()), full_params(model))
+
+
+@both_views
+@on_ranks(4)
+def test_dcp_state_dict_is_full_over_both_dimensions(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
+    options = StateDictOptions(full_state_dict=True)
+    with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
+        state = get_model_state_dict(model, options=options)
+        assert not any(isinstance(value, DTensor) for value in state.values())
+        assert_close(plain().state_dict(), state)
+        set_model_state_dict(model, plain(4).state_dict(), options=options)
+    assert_close(plain(4).state_dict(), full_params(model))
+
+
+# ------------------------------------------------------------------ construction
+
+
+@on_ranks(4)
+def test_extension_is_set_where_the_mesh_is_a_slice(rank: int, world_size: int) -> None:
+    """G-040, B-017."""
+    model = wrap(tp.parallelized(plain(), "mlp"))
+    assert isinstance(model._fsdp_extension, DTensorExtensions)
+    layer = model.layers[0]._flat_param
+    placements = [one and one.placements for one in layer._param_extensions]
+    assert placements == [None, None, (Shard(0),), (Shard(0),), (Shard(1),), (Replicate(),)]
+    assert layer._shapes[2] == (tp.HIDDEN // 2, tp.WIDTH)
+    assert wrap(plain(), device_mesh=None)._fsdp_extension is None
+
+
+@both_views
+@on_ranks(4)
+def test_dtensors_in_the_forward_are_marked_as_flattened(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """H-010."""
+    module = tp.parallelized(plain(), "mlp")
+    model = wrap(module, use_orig_params=use_orig_params)
+    seen = []
+    linear = module.layers[0].module.up
+    linear.register_forward_pre_hook(lambda *_: seen.append(linear.weight))
+    loss_of(model, rank // 2)
+    assert isinstance(seen[0], DTensor) and seen[0]._fsdp_flattened and seen[0].requires_grad
+
+
+@on_ranks(4)
+def test_dtensor_without_an_extension_is_refused_and_named(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match=r"'up\.weight'.*is a DTensor.*pass device_mesh=mesh\['dp'\]"):
+        wrap(tp.parallelized(plain(), "mlp"), device_mesh=None, process_group=tp.mesh()["dp"].get_group())
+
+
+@on_ranks(4)
+def test_sync_module_states_crosses_the_data_parallel_ranks(rank: int, world_size: int) -> None:
+    module = tp.parallelized(plain(), "mlp")
+    with torch.no_grad():
+        for param in module.parameters():
+            param.add_(rank // 2)
+    assert_close(dict(plain().named_parameters()), full_params(wrap(module, sync_module_states=True)))
+
+
+@on_ranks(4)
+def test_meta_module_is_initialised_after_it_was_parallelized(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        module = tp.Language()
+    model = wrap(tp.parallelized(module, "sequence"))
+    assert not any(param.is_meta for param in model.parameters())
+    loss_of(model, rank // 2).backward()
+    assert {tuple(grad.shape) for grad in full_grads(model).values()} == {
+        tuple(param.shape) for param in plain().parameters()
+    }
+
+
+# ------------------------------------------------------------------ lifetime
+
+
+@both_views
+@on_ranks(4)
+def test_model_is_freed_after_training(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
+    loss_of(model, rank // 2).backward()
+    loss_of(model, rank // 2)
+    gone = [weakref.ref(model), weakref.ref(model._handle), weakref.ref(model.layers[0].module.up)]
+    del model
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * len(gone)
+
+
+@both_views
+@on_ranks(4)
+def test_exception_in_the_module_leaves_a_model_that_trains_on(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model, reference = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=use_orig_params), plain()
+    with pytest.raises(IndexError):
+        model(torch.full((1, 1), tp.TOKENS))
+    loss_of(model, rank // 2).backward()
+    reference_backward(reference)
+    for module in (model, reference):
+        torch.optim.SGD(module.parameters(), lr=0.5).step()
+    assert_close(dict(reference.named_parameters()), full_params(model))
+
+
+@on_ranks(4)
+def test_mixed_precision_dtensors_are_of_low_precision(rank: int, world_size: int) -> None:
+    module = tp.parallelized(plain(), "mlp")
+    model = wrap(module, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    dtypes = []
+    linear = module.layers[0].module.up
+    linear.register_forward_pre_hook(lambda *_: dtypes.append(linear.weight.dtype))
+    loss_of(model, rank // 2)
+    assert dtypes == [torch.bfloat16]
+    with FSDP.summon_full_params(model):
+        assert linear.weight.dtype == torch.float32
+
+
+def sharded_state(model: Any) -> dict[str, Any]:
+    with type(model).state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return model.state_dict()
+
+
+@both_views
+@both_plans
+@on_ranks(4)
+def test_sharded_state_dict_equals_torchs_and_loads_again(
+    rank: int, world_size: int, plan: str, use_orig_params: bool
+) -> None:
+    """F-032: rows over both dimensions of the mesh."""
+    states = []
+    for which in ("torch", "fsdp_c"):
+        model = implementation(which)(
+            tp.parallelized(plain(), plan),
+            device_mesh=tp.mesh()["dp"],
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=ModuleWrapPolicy({tp.Layer}),
+            use_orig_params=use_orig_params,
+        )
+        states.append(sharded_state(model))
+    torchs, ours = states
+    assert list(torchs) == list(ours)
+    for name, expected in torchs.items():
+        found = ours[name]
+        assert isinstance(found, DTensor)
+        assert (found.placements, found.device_mesh) == (expected.placements, expected.device_mesh), name
+        assert (found.shape, found.stride()) == (expected.shape, expected.stride()), name
+        assert torch.equal(found.to_local(), expected.to_local()), name
+    other = wrap(tp.parallelized(plain(9), plan), use_orig_params=use_orig_params)
+    for state in states:
+        with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+            other.load_state_dict(state)
+        assert_close(plain().state_dict(), {name: full(value) for name, value in full_state(other).items()})
+
+
+@on_ranks(4)
+def test_optimizer_state_by_names_is_refused(rank: int, world_size: int) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=True)
+    with pytest.raises(NotImplementedError, match="optimizer state of tensor parallel parameters"):
+        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))

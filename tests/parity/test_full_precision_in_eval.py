@@ -1,0 +1,202 @@
+"""FSDP_USE_FULL_PREC_IN_EVAL=1: under mixed precision a unit in eval mode gathers and computes in full precision.
+
+Bitwise against torch where torch is right (D-021, D-023, D-123), and against the plain model where torch computes with
+a copy that it gathered before the optimizer's step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import PRECISIONS, Point, Run, Scenario, compare, implementation
+from tests.parity.scenarios import per_block, root_without_parameters, with_arguments
+from tests.ranks import on_ranks
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+@contextlib.contextmanager
+def full_precision_in_eval() -> Iterator[None]:
+    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        yield
+
+
+def interleaved_step(run: Run) -> None:
+    """Evaluate, differentiate in eval mode, train on top of those gradients.
+
+    The backward comes before the optimizer's step, and frees what torch would otherwise keep gathered beyond it.
+    """
+    run.model.eval()
+    with torch.no_grad():
+        run.record("evaluated", run.model(run.batch(3)))
+    run.forward_backward(1)
+    run.model.train()
+    for name, buffer in run.model.named_buffers():
+        run.record(f"in eval: buffer {name}", buffer)
+    run.forward_backward(0)
+    run.optimizer_step()
+
+
+def one_block_in_eval_step(run: Run) -> None:
+    """Modes differ inside the tree, and so do the precisions of neighbours. The root gets full-precision input."""
+    run.model.train()
+    run.model.blocks[1].eval()
+    loss = run.loss(run.model(run.batch().float()))
+    run.record("loss", loss)
+    loss.backward()
+    run.record_grads("after backward")
+    run.optimizer_step()
+
+
+def grid() -> Iterator[Point]:
+    for strategy in STRATEGIES:
+        for orig in (True, False):
+            for precision in sorted(PRECISIONS.keys() - {"cast_inputs"}):  # there the inputs are in low precision
+                yield Point("interleaved", strategy, orig, precision, "sgd")
+    for orig in (True, False):
+        for name in ("root_without_parameters", "prefetch_forward"):
+            for precision in ("bf16_reduce_fp32", "reduce_bf16"):
+                yield Point(name, "FULL_SHARD", orig, precision, "sgd")
+        yield Point("one_block_in_eval", "FULL_SHARD", orig, "cast_inputs", "sgd")
+
+
+SCENARIOS = {
+    "interleaved": Scenario(per_block(), interleaved_step),
+    "root_without_parameters": Scenario(root_without_parameters, interleaved_step),
+    "prefetch_forward": Scenario(with_arguments(forward_prefetch=True), interleaved_step),
+    "one_block_in_eval": Scenario(per_block(), one_block_in_eval_step),
+}
+
+
+@pytest.mark.parametrize("point", [pytest.param(point, id=point.id) for point in grid()])
+@on_ranks(2)
+def test_training_with_evaluation_between_equals_torch(rank: int, world_size: int, point: Point) -> None:
+    """D-123, D-021, D-023, D-031."""
+    with full_precision_in_eval():
+        compare(point, SCENARIOS[point.scenario], rank, world_size)
+
+
+class DtypeProbe(nn.Module):
+    """Returns its input and remembers the dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x.dtype
+        return x
+
+
+@on_ranks(2)
+def test_unit_without_parameters_does_not_cast_its_inputs(rank: int, world_size: int) -> None:
+    """D-031, as in torch: a cast makes inputs fit the parameters."""
+    casting = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    seen = {}
+    for which in ("torch", "fsdp_c"):
+        fsdp = implementation(which)
+        probe = DtypeProbe()
+        inner = fsdp(probe, mixed_precision=casting, device_id=torch.device("cpu"))
+        fsdp(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), device_id=torch.device("cpu"))(torch.ones(2, WIDTH))
+        seen[which] = probe.seen
+    assert seen == {"torch": torch.float32, "fsdp_c": torch.float32}
+
+
+# ----------------------------------------------------------------- where torch is stale
+
+
+def sharded(strategy: str, use_orig_params: bool) -> nn.Module:
+    torch.manual_seed(3)
+    return implementation("fsdp_c")(
+        Net(),
+        sharding_strategy=ShardingStrategy[strategy],
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        mixed_precision=BF16,
+        device_id=torch.device("cpu"),
+    )
+
+
+def full_copy(model: nn.Module) -> Net:
+    plain = Net()
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_evaluation_equals_the_plain_model_after_every_step(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """D-123: outputs in fp32, of the parameters as they are now, and nothing stays gathered (parity 4)."""
+    with full_precision_in_eval():
+        model = sharded(strategy, use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        model.train()
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found, expected = model(x), full_copy(model)(x)
+        assert found.dtype is torch.float32
+        assert torch.equal(found, expected)
+        assert all(handle.unsharded_nbytes == 0 for handle in model._all_handles)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_backward_is_in_the_precision_of_its_forward(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """An evaluation between a forward and its backward changes nothing; nor does a summon in eval mode."""
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for evaluate in (False, True):
+        with full_precision_in_eval():
+            model = sharded(strategy, use_orig_params)
+        loss = model(x).float().square().mean()
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                assert model(x).dtype is torch.float32
+            with type(model).summon_full_params(model):
+                assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        loss.backward()
+        found.append([None if parameter.grad is None else parameter.grad for parameter in model.parameters()])
+    assert any(grad is not None and grad.count_nonzero() for grad in found[0])
+    for expected, actual in zip(*found, strict=True):
+        assert (expected is None) == (actual is None)
+        assert expected is None or torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either order."""
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    for modes in ((True, False), (False, True)):
+        found = []
+        for accumulate in (False, True):
+            with full_precision_in_eval():
+                model = sharded("FULL_SHARD", use_orig_params)
+            model.train(modes[0])
+            with model.no_sync() if accumulate else contextlib.nullcontext():
+                model(x).float().square().mean().backward()
+            model.train(modes[1])
+            model(x).float().square().mean().backward()
+            found.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+        for expected, actual in zip(*found, strict=True):
+            assert actual.count_nonzero()
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3)

@@ -1,0 +1,373 @@
+"""Names, attributes and import paths that libraries use of torch's FSDP1: section 8 of the surface, and the contract.
+
+Each path under torch.distributed.fsdp that a library imports from has its counterpart under fsdp_c; the functions that
+stay torch's own work on our units.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable_state import _get_module_state, _State
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, bf16_compress_hook
+from torch.distributed.fsdp import _traversal_utils as torch_traversal
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import MixedPrecision, ShardingStrategy
+from fsdp_c._common_utils import (
+    _get_module_fsdp_state,
+    _get_module_fsdp_state_if_fully_sharded_module,
+    _get_param_to_fqns,
+    _has_fsdp_params,
+    _is_fsdp_flattened,
+    _module_handle,
+    clean_tensor_name,
+)
+from fsdp_c._fsdp_extensions import FSDPExtensions, _ext_post_unflatten_transform, _ext_pre_flatten_transform
+from fsdp_c._traversal_utils import _get_fsdp_handles, _get_fsdp_states, _get_fsdp_states_with_modules
+from fsdp_c._wrap_utils import _construct_wrap_fn, _or_policy, _post_order_apply, _recursive_wrap
+from fsdp_c.api import TrainingState
+from fsdp_c.flat_param import FlatParamHandle, HandleShardingStrategy
+from fsdp_c.wrap import ModuleWrapPolicy, lambda_auto_wrap_policy
+
+CPU = torch.device("cpu")
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def nested(**arguments: Any) -> FSDP:
+    defaults = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "device_id": CPU}
+    return FSDP(Net(), **(defaults | arguments))
+
+
+# ------------------------------------------------------------------ import paths
+
+NAMES = """
+package: FullyShardedDataParallel FlatParameter BackwardPrefetch CPUOffload MixedPrecision ShardingStrategy
+    StateDictType FullStateDictConfig ShardedStateDictConfig LocalStateDictConfig FullOptimStateDictConfig
+    OptimStateKeyType ShardedOptimStateDictConfig LocalOptimStateDictConfig StateDictSettings
+api: ShardingStrategy StateDictType MixedPrecision CPUOffload BackwardPrefetch
+fully_sharded_data_parallel: FullyShardedDataParallel FlatParameter OptimStateKeyType CPUOffload FLAT_PARAM
+sharded_grad_scaler: ShardedGradScaler
+wrap: _or_policy lambda_auto_wrap_policy transformer_auto_wrap_policy size_based_auto_wrap_policy enable_wrap
+    wrap always_wrap_policy CustomPolicy ModuleWrapPolicy _Policy _recursive_wrap _construct_wrap_fn
+    _post_order_apply
+_wrap_utils: _construct_wrap_fn _post_order_apply _Policy _recursive_wrap _or_policy
+_common_utils: _FSDPState _get_module_fsdp_state _get_module_fsdp_state_if_fully_sharded_module
+    clean_tensor_name FSDP_WRAPPED_MODULE FSDP_PREFIX FSDP_FLATTENED TrainingState HandleTrainingState
+    _set_fsdp_flattened _is_fsdp_flattened _has_fsdp_params _module_handle _get_param_to_fqns
+_init_utils: HYBRID_SHARDING_STRATEGIES NO_RESHARD_AFTER_FORWARD_STRATEGIES _init_intra_and_inter_node_groups
+_traversal_utils: _get_fsdp_states _get_fsdp_states_with_modules _get_fsdp_handles _composable
+_flat_param: FlatParameter FlatParamHandle HandleShardingStrategy ParamInfo SharedParamInfo
+    FlatParamShardMetadata RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES
+_shard_utils: _create_chunk_sharded_tensor _create_chunk_dtensor
+_fsdp_extensions: FSDPExtensions _set_fsdp_extensions _ext_pre_flatten_transform _ext_post_unflatten_transform
+    _ext_chunk_tensor _ext_chunk_dtensor _ext_pre_load_state_dict_transform _ext_all_gather_dtensor
+"""
+PATHS = {
+    path: names.split() for path, _, names in (line.partition(": ") for line in re.split(r"\n(?! )", NAMES.strip()))
+}
+OURS = {"FullyShardedDataParallel", "FlatParameter", "FlatParamHandle", "ShardedGradScaler"}
+OURS |= {"ParamInfo", "SharedParamInfo", "FlatParamShardMetadata"}
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_path_has_the_names_that_torch_has_there(module: str) -> None:
+    """H-002, H-013 to H-015, H-021, H-022, H-025."""
+    suffix = "" if module == "package" else f".{module}"
+    ours, theirs = (importlib.import_module(package + suffix) for package in ("fsdp_c", "torch.distributed.fsdp"))
+    for name in PATHS[module]:
+        found, known = getattr(ours, name), getattr(theirs, name)
+        if name in OURS:
+            assert found is not known and found.__module__.startswith("fsdp_c"), name
+        elif isinstance(known, (type, str, list, tuple)):
+            assert found == known, name
+        else:
+            assert callable(found), name
+
+
+# ------------------------------------------------------------------ torch's functions on our units
+
+
+@both_views
+def test_states_and_handles_are_found(use_orig_params: bool) -> None:
+    """H-002, H-003; torch's own functions and ours agree."""
+    model = nested(use_orig_params=use_orig_params)
+    units = FSDP.fsdp_modules(model)
+    assert units == [model, model.second]
+    assert isinstance(model, _State) and _get_module_state(model) is model
+    assert _get_module_fsdp_state(model) is _get_module_fsdp_state_if_fully_sharded_module(model) is model
+    assert _get_fsdp_states(model) == torch_traversal._get_fsdp_states(model) == units
+    assert _get_fsdp_states_with_modules(model) == (units, units)
+    handles = [unit._handle for unit in units]
+    assert _get_fsdp_handles(model) == torch_traversal._get_fsdp_handles(model) == handles
+    assert _get_fsdp_handles(nn.Linear(1, 1)) == []
+    assert _has_fsdp_params(model, model) and _module_handle(model, model) is handles[0]
+
+
+def test_replicated_module_is_not_entered() -> None:
+    """H-026."""
+    from torch.distributed._composable import replicate
+
+    module = nn.Sequential(nested(), nn.Linear(2, 2))
+    assert len(_get_fsdp_states(module)) == 2
+    inner = nn.Sequential(nn.Linear(2, 2))
+    replicate(inner)
+    inner.add_module("hidden", nested())
+    assert _get_fsdp_states(nn.Sequential(inner)) == []
+
+
+def test_flat_parameters_have_the_names_of_what_they_hold() -> None:
+    """H-008: DCP and accelerate read ``_flat_param._fqns``."""
+    model = nested()
+    flat_param = model.second._flat_param
+    assert flat_param._fqns == ["0.weight", "0.bias"] and flat_param._is_flat_param
+    assert _get_param_to_fqns(model)[flat_param] == ["second.0.weight", "second.0.bias"]
+    assert model.params == [model._flat_param]
+
+
+def test_names_are_cleaned_of_all_wrappers() -> None:
+    """H-007, H-016, H-027."""
+    model = FSDP(checkpoint_wrapper(nn.Linear(2, 2)), use_orig_params=True, device_id=CPU)
+    names = [name for name, _ in model.named_parameters()]
+    assert names[0] == "_fsdp_wrapped_module._checkpoint_wrapped_module.weight"
+    assert [clean_tensor_name(name) for name in names] == ["weight", "bias"]
+    assert isinstance(model._fsdp_wrapped_module, CheckpointWrapper) and isinstance(model.module, nn.Linear)
+
+
+@both_views
+def test_parameters_are_marked_as_flattened(use_orig_params: bool) -> None:
+    """H-010: Lightning looks at the optimizer's parameters."""
+    optimizer = torch.optim.SGD(nested(use_orig_params=use_orig_params).parameters(), lr=1.0)
+    assert all(_is_fsdp_flattened(param) for group in optimizer.param_groups for param in group["params"])
+
+
+# ------------------------------------------------------------------ wrapping helpers
+
+
+def test_wrap_helpers_build_units_and_checkpoints() -> None:
+    """H-014, H-015."""
+    wrap_linear = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear))
+    either = functools.partial(_or_policy, policies=[wrap_linear, ModuleWrapPolicy({nn.Sequential})])
+    module, wrapped_numel = _recursive_wrap(
+        Net(), auto_wrap_policy=either, wrapper_cls=FSDP, ignored_modules=set(), ignored_params=set(), device_id=CPU
+    )
+    assert wrapped_numel == 36
+    assert [isinstance(module.get_submodule(name), FSDP) for name in ("first", "second")] == [True, True]
+    other = Net()
+    targets = {other.first: {"device_id": CPU}}
+    _post_order_apply(other, _construct_wrap_fn(other, targets, FSDP))
+    assert isinstance(other.first, FSDP)
+    model = nested()
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    assert isinstance(model.module.first, CheckpointWrapper)
+
+
+# ------------------------------------------------------------------ attributes of a unit
+
+
+def test_unit_has_the_attributes_that_libraries_read() -> None:
+    """H-011, H-024."""
+    model = nested(mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16), use_orig_params=True)
+    assert (model.rank, model.world_size, model.compute_device) == (1, 4, CPU)
+    assert model.sharding_strategy is ShardingStrategy.FULL_SHARD and model.process_group.size() == 4
+    assert model._state_dict_type.name == "FULL_STATE_DICT" and model._device_mesh is None
+    assert model.training_state is TrainingState.IDLE and model._is_root is None and model.check_is_root()
+    assert model._use_orig_params and model._has_params and model.mixed_precision.buffer_dtype is torch.bfloat16
+    assert model._all_fsdp_states == [model, model.second]
+    assert model._all_handles == [model._handle, model.second._handle]
+    assert model._handle._sharding_strategy is HandleShardingStrategy.FULL_SHARD
+    assert all(module._is_fsdp_managed_module and module._fsdp_use_orig_params for module in model.module.modules())
+    model._assert_state(TrainingState.IDLE)
+    with pytest.raises(ValueError, match="expected to be in states"):
+        model._assert_state(TrainingState.FORWARD_BACKWARD)
+
+
+def test_prefetch_limits_are_written_before_and_after_the_first_forward() -> None:
+    """H-016: composer writes them."""
+    model = nested(use_orig_params=True)
+    for _ in range(2):
+        model._exec_order_data._forward_prefetch_limit = 3
+        model._exec_order_data._backward_prefetch_limit = 2
+        limits = model._exec_order_data
+        assert (limits._forward_prefetch_limit, limits._backward_prefetch_limit) == (3, 2)
+        model(torch.ones(2, 3))
+
+
+@both_views
+def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
+    """A-071. Its ``_use_training_state`` has no counterpart: the states are written by C alone."""
+    model = nested(use_orig_params=use_orig_params, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    assert model._mixed_precision_enabled_for_buffers() and not nested()._mixed_precision_enabled_for_buffers()
+    assert not model._low_precision_hook_enabled()
+    model.register_comm_hook(None, bf16_compress_hook)
+    assert model._low_precision_hook_enabled()
+    model(torch.ones(2, 3))
+    assert (model._is_root, model.second._is_root) == (True, False)
+    model.second._unshard(async_op=True)
+    model._wait_unshard_streams_on_current_stream()
+    assert not model.second._handle.needs_unshard
+    model._reset_lazy_init()
+    assert model._is_root is None and model.check_is_root()
+
+
+def test_flat_parameters_stand_for_the_original_ones_in_a_context() -> None:
+    """A-071: ``_deregister_orig_params_ctx``."""
+    model = nested(use_orig_params=True)
+    before = [name for name, _ in model.named_parameters()]
+    with model._deregister_orig_params_ctx():
+        names = [clean_tensor_name(name) for name, _ in model.named_parameters()]
+        assert names == ["_flat_param", "second._flat_param"]
+    assert [name for name, _ in model.named_parameters()] == before
+    with pytest.raises(AssertionError, match="use_orig_params=True"), nested()._deregister_orig_params_ctx():
+        pass
+
+
+def test_group_of_the_replicas_is_there_with_a_hybrid_strategy_alone() -> None:
+    """G-025."""
+    groups = (dist.new_group([0, 1]), dist.new_group([1, 3]))
+    model = nested(process_group=groups, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert model._inter_node_pg is groups[1]
+    assert isinstance(model._inter_node_state, DefaultState)
+    assert model._inter_node_state.process_group is groups[1]
+    assert not hasattr(nested(), "_inter_node_pg") and not hasattr(nested(), "_inter_node_state")
+
+
+class Saving(FSDP):
+    """As audiocraft does it."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {f"mine.{name}": value for name, value in super().state_dict(*args, **kwargs).items()}
+
+
+def test_class_can_be_subclassed_and_keeps_its_name() -> None:
+    """The contract's types: audiocraft overrides methods, litgpt compares the name of the class."""
+    model = Saving(nn.Linear(2, 2), device_id=CPU, sharding_strategy=ShardingStrategy.NO_SHARD)
+    assert [name for name in model.state_dict()] == ["mine.weight", "mine.bias"]
+    assert FSDP.fsdp_modules(model) == [model]
+    assert FSDP.__name__ == "FullyShardedDataParallel"
+
+
+# ------------------------------------------------------------------ handles
+
+
+def handle_of(module: nn.Module, **arguments: Any) -> FlatParamHandle:
+    """Built directly, with torch's keyword arguments."""
+    return FlatParamHandle(
+        params=list(module.parameters()),
+        fully_sharded_module=module,
+        device=CPU,
+        sharding_strategy=HandleShardingStrategy.FULL_SHARD,
+        offload_params=False,
+        mp_param_dtype=None,
+        mp_reduce_dtype=None,
+        keep_low_precision_grads=False,
+        process_group=dist.group.WORLD,
+        use_orig_params=True,
+        **arguments,
+    )
+
+
+def test_handle_is_built_directly() -> None:
+    """The contract beyond the rows; H-017: the unsharded flat parameter of audiocraft is there once it is sharded."""
+    handle = handle_of(nn.Linear(3, 5))
+    handle.shard()
+    assert handle.flat_param.numel() == 6 and handle._fqns_in_shard == ["weight"]
+    assert handle.flat_param._shard_param_infos[0].in_shard
+
+
+@pytest.mark.parametrize("aligned_numel", [0, 4, 8])
+def test_tensors_are_flattened_as_torch_does(aligned_numel: int) -> None:
+    """C-016."""
+    tensors = [torch.randn(3, 5), torch.randn(1), torch.randn(4, 2, 3, 3).to(memory_format=torch.channels_last)]
+    handle = handle_of(nn.Linear(3, 5))
+    flat = handle.flatten_tensors(tensors, aligned_numel)
+    expected = torch.distributed.fsdp.FullyShardedDataParallel(nn.Linear(3, 5), device_id=CPU, use_orig_params=True)
+    assert torch.equal(flat, expected._handle.flatten_tensors(tensors, aligned_numel))
+    param = handle.flatten_tensors_into_flat_param(tensors, aligned_numel, requires_grad=False)
+    assert param._is_flat_param and not param.requires_grad and torch.equal(param, flat)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "aligned_numel", "message"),
+    [
+        ([], 0, "non-empty `tensors`"),
+        ([torch.ones(2)], -1, "non-negative `aligned_numel` but got -1"),
+        ([torch.ones(2), torch.ones(2, dtype=torch.float64)], 0, "uniform dtype"),
+        ([torch.ones(2, dtype=torch.int64)], 0, "integer dtype"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tensors: list[Tensor], aligned_numel: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        handle_of(nn.Linear(3, 5)).flatten_tensors(tensors, aligned_numel)
+
+
+class HalvingExtension(FSDPExtensions):
+    """Keeps one half of a weight and shows it twice; the other hooks are not called in a step."""
+
+    def pre_flatten_transform(self, tensor: Tensor) -> tuple[Tensor, Any | None]:
+        return (tensor[: len(tensor) // 2], len(tensor)) if tensor.dim() == 2 else (tensor, None)
+
+    def post_unflatten_transform(self, tensor: Tensor, param_extension: Any) -> Tensor:
+        assert param_extension == 2 * len(tensor)
+        return torch.cat([tensor, tensor])
+
+    def chunk_tensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def chunk_dtensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+    def pre_load_state_dict_transform(self, tensor: Tensor) -> Any:
+        raise NotImplementedError
+
+    def all_gather_dtensor(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def test_any_extension_object_is_used() -> None:
+    """H-022, C-017."""
+    extension, module = HalvingExtension(), nn.Linear(3, 4)
+    half = module.weight.detach()[:2].clone()
+    handle = handle_of(module, fsdp_extension=extension)
+    assert handle.flat_param._param_extensions == [4, None]
+    assert handle.flat_param._shapes == [torch.Size([2, 3]), torch.Size([4])]
+    assert _ext_pre_flatten_transform(half, None)[0] is half
+    assert torch.equal(_ext_post_unflatten_transform(half, 4, extension), torch.cat([half, half]))
+
+
+def test_extension_without_its_hooks_is_refused() -> None:
+    """H-022: six abstract hooks."""
+    assert len(FSDPExtensions.__abstractmethods__) == 6
+    with pytest.raises(TypeError, match="abstract"):
+        FSDPExtensions()
