@@ -7,7 +7,7 @@ checks arguments once, names FQNs and holds context managers; every decision abo
 Attributes are read-only unless they are said to be writable.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,17 @@ def partition_overlaps(
     """What ``rank`` holds under ``mine``, cut by ``theirs``: (rank there, offset in what is held, numel), in order.
 
     ValueError for partitions of different numels.
+    """
+
+def exchange_plan(
+    tensors: Iterable[tuple[tuple[int, int, int], tuple[int, int, int], int]], rank: int, world_size: int, /
+) -> tuple[list[int], list[list[tuple[int, int, int]]], list[list[int]], list[list[int]]]:
+    """What ``rank`` sends and receives to bring tensors, each (source, target, scale), from one partition to another.
+
+    Returns (held, outgoing, incoming, senders), in units of 1 / scale elements: the numel of this rank's part of each
+    tensor; by peer the (tensor, start in this rank's part, numel) that go there; by peer the numels that come from
+    there; by tensor the peers that its new parts come from, in order. This rank is a peer of itself. ValueError for
+    partitions of different numels, IndexError for one with elements behind the last rank.
     """
 
 def flat_range_boxes(

@@ -76,7 +76,7 @@ def redistribute(
     See [Note: Few large transfers]. Raises ValueError for a piece that is not what the source partition says.
     """
     first = 0
-    for batch in _batches(pieces, sources, group, device, batch_nbytes or BATCH_NBYTES, _always):
+    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
         end = first + len(batch)
         yield from _exchange(batch, sources[first:end], targets[first:end], group)
         first = end
@@ -103,7 +103,7 @@ def gather(
             yield whole if held else None
         return
     first = 0
-    for batch in _batches(pieces, sources, group, device, batch_nbytes or BATCH_NBYTES, _begins):
+    for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _begins):
         end = first + len(batch)
         yield from _gather_batch(batch, sources[first:end], group)
         first = end
@@ -118,18 +118,16 @@ def _always(last: Partition, following: Partition) -> bool:
 
 def _begins(last: Partition, following: Partition) -> bool:
     """Shards of a whole flat parameter are even, which parts of it are not: an all-gather would be mostly padding."""
-    return following.step != last.step or following.offset < last.offset
+    return following.step != last.step or following.offset <= last.offset
 
 
 def _batches(
     pieces: Iterable[Tensor],
     sources: Sequence[Partition],
-    group: dist.ProcessGroup,
     device: torch.device | None,
     limit_nbytes: int,
     may_end: Callable[[Partition, Partition], bool],
 ) -> Iterator[list[Tensor]]:
-    rank = group.rank()
     batch: list[Tensor] = []
     nbytes = 0
     for index, piece in enumerate(pieces):
@@ -137,20 +135,10 @@ def _batches(
         if nbytes >= limit_nbytes and may_end(sources[index - 1], source):
             yield batch
             batch, nbytes = [], 0
-        batch.append(_checked(piece, source, rank, device))
+        batch.append((piece if device is None or piece.device == device else piece.to(device)).contiguous())
         nbytes += source.numel * piece.element_size()
     if batch:
         yield batch
-
-
-def _checked(piece: Tensor, source: Partition, rank: int, device: torch.device | None) -> Tensor:
-    start, end = _C.partition_bounds(source, rank)
-    if piece.dim() != 1 or piece.numel() != end - start:
-        raise ValueError(
-            f"rank {rank} passes a piece of shape {tuple(piece.shape)} where its part has {end - start} elements "
-            f"({source})"
-        )
-    return (piece if device is None else piece.to(device)).contiguous()
 
 
 # ----------------------------------------------------------------- one batch
@@ -163,22 +151,26 @@ def _wire_dtype(pieces: list[Tensor]) -> torch.dtype:
     return dtype if common else torch.uint8
 
 
-class _Incoming:
-    """What arrives in one batch: per rank the pieces that it sends, per tensor the ranks that it comes from."""
+class _Plan:
+    """What moves in one batch, and how the tensors are made of what arrives."""
 
-    def __init__(self, world_size: int) -> None:
-        self.numels: list[list[int]] = [[] for _ in range(world_size)]
-        self.senders: list[list[int]] = []
+    def __init__(
+        self, pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], rank: int, world: int
+    ) -> None:
+        """``rank``: whose new parts are made; with ``targets`` on rank 0 anybody may play it."""
+        self.wire = _wire_dtype(pieces)
+        itemsize = self.wire.itemsize
+        scales = [piece.element_size() // itemsize for piece in pieces]
+        plan = _C.exchange_plan(zip(sources, targets, scales, strict=True), rank, world)
+        self.held, self.outgoing, self.incoming, self.senders = plan
+        self.numels = [sum(each) for each in self.incoming]
 
-    def expect(self, overlaps: Sequence[tuple[int, int, int]], scale: int) -> None:
-        """The next tensor is made of ``overlaps``, each element of which takes ``scale`` elements on the wire."""
-        for peer, _, numel in overlaps:
-            self.numels[peer].append(numel * scale)
-        self.senders.append([peer for peer, _, _ in overlaps])
+    def wired(self, pieces: list[Tensor]) -> list[Tensor]:
+        return [_as(piece, self.wire) for piece in pieces]
 
     def split(self, peer: int, received: Tensor) -> Iterator[Tensor]:
-        """The pieces in what ``peer`` sent."""
-        return iter(received.split(self.numels[peer]) if self.numels[peer] else ())
+        """The parts in what ``peer`` sent."""
+        return iter(received.split(self.incoming[peer]) if self.incoming[peer] else ())
 
     def assemble(self, parts: list[Iterator[Tensor]], pieces: list[Tensor]) -> list[Tensor]:
         """The tensors, from the parts by peer, in the dtypes of ``pieces``."""
@@ -198,25 +190,32 @@ def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return _as(torch.cat(parts) if len(parts) > 1 else parts[0].clone(), like.dtype)
 
 
+def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> None:
+    """Raise ValueError, before anything is sent, for a piece that is not what its partition says."""
+    for piece, source in zip(pieces, sources, strict=True):
+        start, end = source.bounds(rank)
+        if piece.dim() != 1 or piece.numel() != end - start:
+            raise ValueError(
+                f"rank {rank} passes a piece of shape {tuple(piece.shape)} where its part has {end - start} elements "
+                f"({source})"
+            )
+
+
 def _exchange(
     pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], group: dist.ProcessGroup
 ) -> list[Tensor]:
     """The parts under ``targets``: one all-to-all of what changes ranks."""
     rank = group.rank()
-    wire = _wire_dtype(pieces)
-    outgoing: list[list[Tensor]] = [[] for _ in range(group.size())]
-    incoming = _Incoming(group.size())
-    for piece, source, target in zip(pieces, sources, targets, strict=True):
-        scale = piece.element_size() // wire.itemsize
-        data = _as(piece, wire)
-        for peer, start, numel in _C.partition_overlaps(source, target, rank):
-            outgoing[peer].append(data.narrow(0, start * scale, numel * scale))
-        incoming.expect(_C.partition_overlaps(target, source, rank), scale)
+    plan = _Plan(pieces, sources, targets, rank, group.size())
+    wired = plan.wired(pieces)
+    if [wire.numel() for wire in wired] != plan.held or any(piece.dim() != 1 for piece in pieces):
+        _check(pieces, sources, rank)
+    outgoing = [[wired[index].narrow(0, start, numel) for index, start, numel in each] for each in plan.outgoing]
     kept, outgoing[rank] = outgoing[rank], []
-    numels = [0 if peer == rank else sum(each) for peer, each in enumerate(incoming.numels)]
-    received = _all_to_all(outgoing, numels, data, group)
-    parts = [iter(kept) if peer == rank else incoming.split(peer, data) for peer, data in enumerate(received)]
-    return incoming.assemble(parts, pieces)
+    numels = [0 if peer == rank else numel for peer, numel in enumerate(plan.numels)]
+    received = _all_to_all(outgoing, numels, wired[0], group)
+    parts = [iter(kept) if peer == rank else plan.split(peer, data) for peer, data in enumerate(received)]
+    return plan.assemble(parts, pieces)
 
 
 def _all_to_all(
@@ -231,16 +230,14 @@ def _all_to_all(
 
 def _gather_batch(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> list[Tensor]:
     """The whole tensors: one all-gather of what each rank holds, padded to the longest."""
-    wire = _wire_dtype(pieces)
-    incoming = _Incoming(group.size())
-    for piece, source in zip(pieces, sources, strict=True):
-        overlaps = _C.partition_overlaps(rank0_partition(source.numel), source, 0)
-        incoming.expect(overlaps, piece.element_size() // wire.itemsize)
-    numels = [sum(each) for each in incoming.numels]
-    sent = pieces[0].new_empty(max(numels), dtype=wire)
-    torch.cat([_as(piece, wire) for piece in pieces], out=sent[: numels[group.rank()]])
+    _check(pieces, sources, group.rank())
+    plan = _Plan(pieces, sources, [rank0_partition(source.numel) for source in sources], 0, group.size())
+    sent = pieces[0].new_empty(max(plan.numels), dtype=plan.wire)
+    torch.cat(plan.wired(pieces), out=sent[: plan.numels[group.rank()]])
     received = sent.new_empty(len(sent) * group.size())
     _all_gather_single(received, sent, group=group)
+    if len(pieces) == 1 and sources[0].offset == 0 and len(received) - sum(plan.numels) < len(sent):
+        return [_as(received[: sum(plan.numels)], pieces[0].dtype)]  # in order as it is, the padding behind it
     rows = received.view(group.size(), len(sent))
-    parts = [incoming.split(peer, rows[peer, :numel]) for peer, numel in enumerate(numels)]
-    return incoming.assemble(parts, pieces)
+    parts = [plan.split(peer, rows[peer, :numel]) for peer, numel in enumerate(plan.numels)]
+    return plan.assemble(parts, pieces)

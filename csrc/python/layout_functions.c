@@ -69,6 +69,98 @@ static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
     return tuple_or_null(overlaps, failed);
 }
 
+/* Exchange plans */
+
+/* What one rank sends and receives: new references, filled tensor by tensor. */
+struct plan {
+    PyObject *held;     /* numel of this rank's part of each tensor before, in wire elements */
+    PyObject *outgoing; /* by peer: (tensor, start in this rank's part, numel) */
+    PyObject *incoming; /* by peer: numels */
+    PyObject *senders;  /* of each tensor: the peers that its parts come from, in order */
+};
+
+static PyObject *new_lists(Py_ssize_t count) {
+    PyObject *lists = PyList_New(0);
+    for (Py_ssize_t i = 0; lists && i < count; i++) {
+        if (append_new(lists, PyList_New(0)) < 0)
+            Py_CLEAR(lists);
+    }
+    return lists;
+}
+
+static int plan_outgoing(struct plan *plan, long long tensor, const struct partition *source,
+                         const struct partition *target, long long rank, long long scale) {
+    const struct partition_range own = partition_of_rank(source, rank);
+    int result = append_new(plan->held, PyLong_FromLongLong((own.end - own.start) * scale));
+    for (int64_t start = own.start; !result && start < own.end;) {
+        const struct partition_range part = partition_next(target, start, own.end);
+        PyObject *list = PyList_GetItem(plan->outgoing, (Py_ssize_t)part.rank); /* borrowed */
+        result = !list ? -1
+                       : append_new(list, Py_BuildValue("(LLL)", tensor, (long long)(part.start - own.start) * scale,
+                                                        (long long)(part.end - part.start) * scale));
+        start = part.end;
+    }
+    return result;
+}
+
+static int plan_incoming(struct plan *plan, const struct partition *source, const struct partition *target,
+                         long long rank, long long scale) {
+    const struct partition_range own = partition_of_rank(target, rank);
+    PyObject *senders = PyList_New(0);
+    int result = senders ? 0 : -1;
+    for (int64_t start = own.start; !result && start < own.end;) {
+        const struct partition_range part = partition_next(source, start, own.end);
+        PyObject *list = PyList_GetItem(plan->incoming, (Py_ssize_t)part.rank); /* borrowed */
+        if (!list || append_new(list, PyLong_FromLongLong((part.end - part.start) * scale)) < 0 ||
+            append_new(senders, PyLong_FromLongLong(part.rank)) < 0)
+            result = -1;
+        start = part.end;
+    }
+    if (result)
+        Py_CLEAR(senders);
+    return append_new(plan->senders, senders);
+}
+
+static int plan_tensor(struct plan *plan, PyObject *item, long long tensor, long long rank) {
+    struct partition source, target;
+    long long scale;
+    if (!PyArg_ParseTuple(item, "O&O&L;expected (source, target, scale)", read_partition, &source, read_partition,
+                          &target, &scale))
+        return -1;
+    if (source.numel != target.numel || scale < 1 || source.numel > INT64_MAX / scale) {
+        PyErr_Format(PyExc_ValueError, "tensor %lld: partitions of %lld and of %lld elements, scale %lld", tensor,
+                     (long long)source.numel, (long long)target.numel, scale);
+        return -1;
+    }
+    return plan_outgoing(plan, tensor, &source, &target, rank, scale) < 0
+               ? -1
+               : plan_incoming(plan, &source, &target, rank, scale);
+}
+
+static PyObject *exchange_plan(PyObject *self, PyObject *args) {
+    PyObject *tensors, *item, *result = NULL;
+    long long rank, world_size, count = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OLL:exchange_plan", &tensors, &rank, &world_size))
+        return NULL;
+    struct plan plan = {PyList_New(0), new_lists((Py_ssize_t)world_size), new_lists((Py_ssize_t)world_size),
+                        PyList_New(0)};
+    PyObject *iterator = PyObject_GetIter(tensors);
+    bool failed = !iterator || !plan.held || !plan.outgoing || !plan.incoming || !plan.senders;
+    while (!failed && (item = PyIter_Next(iterator))) {
+        failed = plan_tensor(&plan, item, count++, rank) < 0;
+        Py_DECREF(item);
+    }
+    if (!failed && !PyErr_Occurred())
+        result = PyTuple_Pack(4, plan.held, plan.outgoing, plan.incoming, plan.senders);
+    Py_XDECREF(plan.held);
+    Py_XDECREF(plan.outgoing);
+    Py_XDECREF(plan.incoming);
+    Py_XDECREF(plan.senders);
+    Py_XDECREF(iterator);
+    return result;
+}
+
 /* Boxes */
 
 /* The sizes, each >= 0, and their product. The number of dimensions, or -1. */
@@ -130,6 +222,9 @@ static PyMethodDef functions[] = {
     {"partition_overlaps", partition_overlaps, METH_VARARGS,
      "partition_overlaps(mine, theirs, rank, /)\n--\n\n"
      "For what `rank` holds under `mine`: (rank under `theirs`, offset in what is held, numel) in order."},
+    {"exchange_plan", exchange_plan, METH_VARARGS,
+     "exchange_plan(tensors, rank, world_size, /)\n--\n\n"
+     "What a rank sends and receives to bring tensors, each (source, target, scale), from one partition to another."},
     {"flat_range_boxes", flat_range_boxes, METH_VARARGS,
      "flat_range_boxes(shape, start, end, /)\n--\n\n"
      "The boxes (offsets, sizes) of a contiguous tensor that hold its elements [start, end), in that order."},
