@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,9 +64,11 @@ def save(
 
     try:
         state, told = ranks.agree(f"saving {path}", prepare, lambda _: temporary)
-        with progress_bar("saving", progress and ranks.is_first) as (report, set_total):
+        shown = progress and ranks.is_first
+        with warnings.catch_warnings(), progress_bar("saving", shown) as (report, set_total):
             writer = Writer(told[0], path, report)
             planner = _SavePlanner(set_total)
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 state,
                 storage_writer=writer,

@@ -1,0 +1,299 @@
+"""python -m fsdp_c.checkpoint: look at checkpoints, verify, convert and compare them; no GPU, no ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_c.checkpoint.converting import MAX_RANKS, format_of, open_sink
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.formats import FORMATS, Info, Source, open_source
+
+EPILOG = """\
+PATH is a folder of torch.distributed.checkpoint (of fsdp_c.checkpoint.save, torch's FSDP1 and FSDP2), a file of
+torch.save with a full state dict, a safetensors file, or a folder of them. Nothing in a checkpoint is executed.
+
+  python -m fsdp_c.checkpoint inspect runs/lm/step-000200
+  python -m fsdp_c.checkpoint verify runs/lm/step-000200
+  python -m fsdp_c.checkpoint convert runs/lm/step-000200 model.safetensors --dtype bfloat16
+  python -m fsdp_c.checkpoint convert model.safetensors sharded --ranks 8
+  python -m fsdp_c.checkpoint diff before after --tolerance 1e-6
+
+Exit status: 0 all is well (diff: no difference); 1 verify found damage, diff a difference; 2 trouble."""
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+_DIFF_NUMEL = 2**20
+_MODEL = "model"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m fsdp_c.checkpoint",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    inspect = commands.add_parser("inspect", help="list what a checkpoint holds")
+    inspect.add_argument("path", type=Path, metavar="PATH")
+    inspect.add_argument("--select", metavar="NAME", help="only what is below NAME, as in model or optim.state")
+    inspect.add_argument("--values", action="store_true", help="also show what is no tensor")
+    inspect.add_argument("--json", action="store_true", help="for programs")
+
+    verify = commands.add_parser("verify", help="read everything and compare it with its checksums")
+    verify.add_argument("path", type=Path, metavar="PATH")
+
+    convert = commands.add_parser("convert", help="write a checkpoint in another format, dtype or number of parts")
+    convert.add_argument("path", type=Path, metavar="PATH")
+    convert.add_argument("target", type=Path, metavar="TARGET")
+    convert.add_argument("--to", choices=FORMATS, help="default: by TARGET's suffix (.safetensors, .pt), else dcp")
+    convert.add_argument("--ranks", type=_ranks, default=1, help="dcp: as many files as so many ranks would write")
+    convert.add_argument("--dtype", choices=DTYPES, help="cast floating-point tensors, but for single numbers")
+    convert.add_argument(
+        "--select",
+        metavar="NAME",
+        help="only what is below NAME, which is left out of the names "
+        "(default: model, where TARGET is safetensors and there is one; otherwise everything)",
+    )
+    convert.add_argument(
+        "--under", metavar="NAME", help="put NAME before all names (default: model, from safetensors to dcp)"
+    )
+    convert.add_argument("--overwrite", action="store_true", help="replace TARGET")
+
+    diff = commands.add_parser("diff", help="compare two checkpoints, of any formats")
+    diff.add_argument("path", type=Path, metavar="PATH")
+    diff.add_argument("other", type=Path, metavar="OTHER")
+    diff.add_argument("--select", metavar="NAME", help="only what is below NAME in PATH, and in OTHER if it has NAME")
+    diff.add_argument("--tolerance", type=_tolerance, default=0.0, help="largest absolute difference that is none")
+    return parser
+
+
+def _ranks(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= MAX_RANKS:
+        raise argparse.ArgumentTypeError(f"{text} is not between 1 and {MAX_RANKS}")
+    return value
+
+
+def _tolerance(text: str) -> float:
+    value = float(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    args = make_parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command](args)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 2
+    except (CheckpointError, OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+# ----------------------------------------------------------------- names
+
+
+def selected(source: Source, name: str | None) -> dict[str, tuple[str, Info]]:
+    """By the name that is left, the key and what is there. Raises ValueError for nothing."""
+    if not name:
+        return {key: (key, info) for key, info in source.entries.items()}
+    found: dict[str, tuple[str, Info]] = {}
+    for key, info in source.entries.items():
+        if key.startswith(f"{name}."):
+            rest = _below(info.path, name) or (key.removeprefix(f"{name}."),)
+            found[key.removeprefix(f"{name}.")] = (key, info._replace(path=rest))
+    if not found:
+        tops = sorted({key.split(".")[0] for key in source.entries})
+        raise ValueError(f"nothing is named {name}; there is {', '.join(tops[:10]) or 'nothing at all'}")
+    return found
+
+
+def _below(path: Sequence[Any], name: str) -> tuple[Any, ...]:
+    """What of a path in the nested dict is left below ``name``; () where the dict is not divided there."""
+    for depth in range(1, len(path)):
+        if ".".join(map(str, path[:depth])) == name and isinstance(path[depth], str):
+            return tuple(path[depth:])
+    return ()
+
+
+def _has(source: Source, name: str) -> bool:
+    return any(key.startswith(f"{name}.") for key in source.entries)
+
+
+# ----------------------------------------------------------------- inspect and verify
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    source = open_source(args.path)
+    entries = {key: info for key, info in selected(source, args.select).values()}
+    if args.json:
+        print(
+            json.dumps({"format": source.kind, "entries": {key: _as_json(i) for key, i in entries.items()}}, indent=1)
+        )
+        return 0
+    tensors = [info for info in entries.values() if info.is_tensor]
+    total = sum(info.nbytes for info in tensors)
+    print(f"{args.path}: {source.kind}")
+    print(f"{len(tensors)} tensors, {_size(total)}; {len(entries) - len(tensors)} other values")
+    width = max((len(key) for key in entries), default=0)
+    for key, info in sorted(entries.items()):
+        if info.is_tensor:
+            print(f"{key:{width}}  {_dtype(info)} {list(info.shape or ())}")
+        elif args.values:
+            print(f"{key:{width}}  {_short(source.read(key))}")
+    return 0
+
+
+def _as_json(info: Info) -> dict[str, Any]:
+    return {"dtype": _dtype(info), "shape": info.shape} if info.is_tensor else {}
+
+
+def _dtype(info: Info) -> str:
+    return str(info.dtype).removeprefix("torch.")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _size(nbytes: int) -> str:
+    size = float(nbytes)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def _verify(args: argparse.Namespace) -> int:
+    source = open_source(args.path)
+    problems = 0
+    for problem in source.problems():
+        problems += 1
+        print(problem)
+    total = _size(sum(info.nbytes for info in source.entries.values()))
+    print(f"{args.path}: {source.kind}: {len(source.entries)} entries, {total}: {problems or 'no'} problems")
+    return 1 if problems else 0
+
+
+# ----------------------------------------------------------------- convert
+
+
+def _convert(args: argparse.Namespace) -> int:
+    source = open_source(args.path)
+    kind = args.to or format_of(args.target)
+    if args.ranks != 1 and kind != "dcp":
+        raise ValueError(f"--ranks {args.ranks}: a {kind} file is one file")
+    tensors_only = kind == "safetensors"
+    select = args.select if args.select or not (tensors_only and _has(source, _MODEL)) else _MODEL
+    from_safetensors = all(info.path == (key,) and info.is_tensor for key, info in source.entries.items())
+    under = args.under
+    if under is None and kind == "dcp" and source.kind.startswith("safetensors") and from_safetensors:
+        under = _MODEL
+    wanted = selected(source, select)
+    dropped = [key for key, info in wanted.values() if tensors_only and not info.is_tensor]
+    left_out = len(source.entries) - len(wanted)
+    entries = {
+        (f"{under}.{name}" if under else name): (key, _converted(info, under, args.dtype))
+        for name, (key, info) in wanted.items()
+        if key not in dropped
+    }
+    infos = {name: info for name, (_, info) in entries.items()}
+    with open_sink(args.target, kind, infos, args.ranks, args.overwrite) as sink:
+        for name, (key, info) in entries.items():
+            value = source.read(key)
+            sink.add(name, info, value.to(info.dtype) if isinstance(value, Tensor) else value)
+    print(f"{args.target}: {kind}, {len(entries)} entries, {_size(sum(info.nbytes for info in infos.values()))}")
+    if dropped or left_out:
+        print(f"left out: {left_out} entries not below {select!r}, {len(dropped)} that are no tensors", file=sys.stderr)
+    return 0
+
+
+def _converted(info: Info, under: str | None, dtype: str | None) -> Info:
+    path = (*under.split("."), *info.path) if under else info.path
+    casts = dtype is not None and info.dtype is not None and info.dtype.is_floating_point and info.shape
+    return info._replace(path=path, dtype=DTYPES[dtype] if casts and dtype else info.dtype)
+
+
+# ----------------------------------------------------------------- diff
+
+
+def _diff(args: argparse.Namespace) -> int:
+    left, right = open_source(args.path), open_source(args.other)
+    ours = selected(left, args.select)
+    theirs = selected(right, args.select if args.select and _has(right, args.select) else None)
+    differences = 0
+    for name in sorted({*ours, *theirs}):
+        if name not in theirs or name not in ours:
+            found: str | None = f"only in {args.path if name in ours else args.other}"
+        else:
+            found = _difference(left.read(ours[name][0]), right.read(theirs[name][0]), args.tolerance)
+        if found:
+            differences += 1
+            print(f"{name}: {found}")
+    return 1 if differences else 0
+
+
+def _difference(left: Any, right: Any, tolerance: float) -> str | None:
+    """In words, None for none."""
+    if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+        same = type(left) is type(right) and _same(left, right)
+        return None if same else f"{_short(left)} and {_short(right)}"
+    if left.shape != right.shape:
+        return f"shape {list(left.shape)} and {list(right.shape)}"
+    count, largest = _largest_difference(left, right)
+    of_dtype = f"dtype {left.dtype} and {right.dtype}".replace("torch.", "") if left.dtype != right.dtype else ""
+    of_values = ""
+    if largest > tolerance or largest != largest:
+        of_values = f"{count} of {left.numel()} elements differ, by at most {largest:.6g}"
+    return "; ".join(filter(None, [of_dtype, of_values])) or None
+
+
+def _same(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except Exception:  # values that hold tensors do not compare
+        return repr(left) == repr(right)
+
+
+def _largest_difference(left: Tensor, right: Tensor) -> tuple[int, float]:
+    """How many elements differ, and the largest absolute difference; NaN is equal to NaN, and infinitely far else."""
+    count, largest = 0, 0.0
+    wide = torch.complex128 if left.is_complex() or right.is_complex() else torch.float64
+    lefts, rights = left.reshape(-1).split(_DIFF_NUMEL), right.reshape(-1).split(_DIFF_NUMEL)
+    for ours, theirs in zip(lefts, rights, strict=True):
+        if ours.dtype == theirs.dtype and not ours.dtype.is_floating_point and not ours.dtype.is_complex:
+            differs = ours != theirs
+        else:
+            differs = None
+        a, b = ours.to(wide), theirs.to(wide)
+        unequal = (a != b) & ~(a.isnan() & b.isnan())
+        if differs is not None:
+            unequal |= differs
+        if unequal.any():
+            distance = (a - b).abs()[unequal].nan_to_num(nan=float("inf"), posinf=float("inf"))
+            count += int(unequal.sum())
+            largest = max(largest, float(distance.max()), 5e-324)
+    return count, largest
+
+
+COMMANDS = {"inspect": _inspect, "verify": _verify, "convert": _convert, "diff": _diff}

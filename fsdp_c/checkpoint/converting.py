@@ -1,0 +1,221 @@
+"""Writing a checkpoint tensor by tensor, in any of the formats, under another name until it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import uuid
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint._nested_dict import set_element
+
+from fsdp_c.checkpoint.folder import CheckpointError, discard, is_checkpoint, make_temporary, sync_folder
+from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES, Info
+from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
+from fsdp_c.checkpoint.storage import finish_folder, storage_info
+from fsdp_c.checkpoint.values import boxes_of
+
+MAX_RANKS = 1000  # files that are open together
+
+
+class Sink(Protocol):
+    """A checkpoint that is being written."""
+
+    def add(self, key: str, info: Info, value: Any) -> None:
+        """The next entry, in the order in which they were announced."""
+
+
+def format_of(path: Path) -> str:
+    """The format that a name asks for."""
+    return SUFFIXES.get(path.suffix, "dcp")
+
+
+@contextmanager
+def open_sink(path: Path, kind: str, entries: dict[str, Info], ranks: int, overwrite: bool) -> Iterator[Sink]:
+    """Writes ``path`` once the body has added ``entries``, in their order; where it raises nothing is left.
+
+    Raises FileExistsError for what is there, unless it is to be overwritten.
+    """
+    if not overwrite and (path.is_symlink() or path.exists()):
+        raise FileExistsError(f"{path}: exists; choose another name, or --overwrite")
+    if kind == "dcp":
+        with _dcp_folder(path, ranks) as sink:
+            yield sink
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: a folder, where a {kind} file is to be written")
+    with _new_file(path) as file:
+        if kind == "torch":
+            with contextlib.closing(TorchSink(file)) as torch_sink:
+                yield torch_sink
+                torch_sink.finish()
+        else:
+            yield SafetensorsSink(file, entries)
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that has its name once it is complete and on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.saving-{uuid.uuid4().hex[:12]}")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------- DCP
+
+
+@contextmanager
+def _dcp_folder(path: Path, ranks: int) -> Iterator[DcpSink]:
+    if path.exists() and not is_checkpoint(path) and not path.is_dir():
+        raise FileExistsError(f"{path}: a file, where a folder is to be written")
+    temporary = make_temporary(Path(os.path.abspath(path)))
+    try:
+        with contextlib.ExitStack() as stack:
+            files = [
+                stack.enter_context((temporary / f"__{rank}_0.distcp").open("xb", buffering=2**16))
+                for rank in range(ranks)
+            ]
+            sink = DcpSink(files)
+            yield sink
+            for writer in sink.writers:
+                writer.finish()
+        sink.finish(temporary, Path(os.path.abspath(path)))
+    finally:
+        discard(temporary)
+
+
+class DcpSink:
+    """The files that as many ranks would have written, each an even part of every tensor."""
+
+    def __init__(self, files: Sequence[BinaryIO]) -> None:
+        self.writers = [FileWriter(file) for file in files]
+        self.metadata: dict[str, Any] = {}
+        self.paths: dict[str, Any] = {}
+        self.stored: dict[Any, Any] = {}
+
+    def add(self, key: str, info: Info, value: Any) -> None:
+        self.paths[key] = info.path
+        if not info.is_tensor:
+            content = io.BytesIO()
+            torch.save(value, content)
+            self.metadata[key] = dcp.BytesStorageMetadata()
+            self._store(dcp.MetadataIndex(key), 0, lambda writer: writer.write_bytes(content.getbuffer()))
+            return
+        properties = dcp.TensorProperties(dtype=value.dtype)
+        entry = dcp.TensorStorageMetadata(properties, value.shape, [])
+        self.metadata[key] = entry
+        for rank, offsets, box in self._boxes(in_memory(value).contiguous()):
+            index = dcp.MetadataIndex(key, torch.Size(offsets), len(entry.chunks))
+            entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), box.shape))
+            self._store(index, rank, lambda writer, box=box: writer.write_tensor(box))
+
+    def _boxes(self, tensor: Tensor) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
+        flat, step = tensor.view(-1), max(1, -(-tensor.numel() // len(self.writers)))
+        for rank, start in enumerate(range(0, max(tensor.numel(), 1), step)):
+            for offsets, box in boxes_of(flat[start : start + step], tensor.shape, start, None):
+                yield rank, offsets, box
+
+    def _store(self, index: dcp.MetadataIndex, rank: int, write: Any) -> None:
+        writer = self.writers[rank]
+        start = writer.size
+        place: Place = write(writer)
+        self.stored[index] = storage_info(f"__{rank}_0.distcp", start, writer.size, place)
+
+    def finish(self, temporary: Path, path: Path) -> None:
+        files = {}
+        for rank, writer in enumerate(self.writers):
+            name = f"__{rank}_0.distcp"
+            if writer.size:
+                files[name] = (writer.size, writer.framing_crc32)
+            else:
+                (temporary / name).unlink()
+        metadata = dcp.Metadata(self.metadata, planner_data=self.paths)
+        metadata.storage_meta = dcp.StorageMeta(checkpoint_id=str(path))
+        finish_folder(temporary, path, metadata, self.stored, files)
+
+
+# ----------------------------------------------------------------- torch.save
+
+
+class TorchSink:
+    """A file that ``torch.load`` reads. What describes the tensors is written last, so none has to be kept."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+        self.root: dict[str, Any] = {}
+        self.count = 0
+
+    def add(self, key: str, info: Info, value: Any) -> None:
+        set_element(self.root, info.path, self._described(value))  # type: ignore[arg-type]
+
+    def _described(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._written(in_memory(value))
+        if type(value) in (list, tuple):
+            return type(value)(self._described(one) for one in value)
+        return {key: self._described(one) for key, one in value.items()} if type(value) is dict else value
+
+    def _written(self, tensor: Tensor) -> Described:
+        name, self.count = str(self.count), self.count + 1
+        with self.archive.open(_member(f"data/{name}"), "w", force_zip64=tensor.nbytes >= 2**31) as member:
+            data = memory(tensor)
+            for start in range(0, len(data), 2**23):
+                member.write(data[start : start + 2**23])
+        return Described(tensor.dtype, tensor.shape, tensor.stride(), name)
+
+    def finish(self) -> None:
+        self.archive.writestr(_member("data.pkl"), pickled(self.root))
+        self.archive.writestr(_member("byteorder"), b"little")
+        self.archive.writestr(_member("version"), b"3\n")
+
+    def close(self) -> None:
+        self.archive.close()
+
+
+def _member(name: str) -> zipfile.ZipInfo:
+    return zipfile.ZipInfo(f"archive/{name}", (1980, 1, 1, 0, 0, 0))
+
+
+# ----------------------------------------------------------------- safetensors
+
+
+class SafetensorsSink:
+    """One safetensors file. Its header comes first, so the entries are known from the beginning."""
+
+    def __init__(self, file: BinaryIO, entries: dict[str, Info]) -> None:
+        self.file = file
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        at = 0
+        for key, info in entries.items():
+            if info.dtype not in names:
+                raise CheckpointError(
+                    f"{key} is {info.dtype or 'no tensor'}, which safetensors do not hold: use --dtype"
+                )
+            header[key] = {"dtype": names[info.dtype], "shape": info.shape, "data_offsets": [at, at + info.nbytes]}
+            at += info.nbytes
+        content = json.dumps(header, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % 8)
+        file.write(len(content).to_bytes(8, "little") + content)
+
+    def add(self, key: str, info: Info, value: Tensor) -> None:
+        data = memory(in_memory(value).contiguous())
+        for start in range(0, len(data), 2**23):
+            self.file.write(data[start : start + 2**23])

@@ -1,0 +1,43 @@
+"""Whether a checkpoint is whole: every byte that a checksum covers, part by part."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, framing_gaps
+from fsdp_c.checkpoint.storage import read_chunk, read_object
+
+_READ_NBYTES = 2**20
+
+
+def verify_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
+    """What is wrong, in words. Memory: one piece. Without checksums: what cannot be read."""
+    for key, entry in checkpoint.entries.items():
+        try:
+            if isinstance(entry, TensorEntry):
+                for chunk in entry.chunks:
+                    with (checkpoint.folder / chunk.file).open("rb") as file:
+                        read_chunk(checkpoint, key, entry, chunk, file)
+            else:
+                read_object(checkpoint, key, entry)
+        except (CheckpointError, OSError) as error:
+            yield str(error)
+    for name, gaps in framing_gaps(checkpoint):
+        if _crc32_of(checkpoint, name, gaps) != checkpoint.framing[name]:
+            yield f"{checkpoint.folder / name}: damaged outside of the tensors' data: torch may not read it"
+
+
+def _crc32_of(checkpoint: Checkpoint, name: str, ranges: list[tuple[int, int]]) -> int:
+    crc32 = 0
+    with (checkpoint.folder / name).open("rb") as file:
+        for start, end in ranges:
+            file.seek(start)
+            while start < end:
+                content = file.read(min(_READ_NBYTES, end - start))
+                if not content:
+                    return -1
+                crc32 = zlib.crc32(content, crc32)
+                start += len(content)
+    return crc32

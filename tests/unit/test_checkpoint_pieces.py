@@ -1,0 +1,126 @@
+"""Boxes of ranges, and pieces as torch.save would write them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import random
+import zipfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_c.checkpoint import pieces
+from fsdp_c.checkpoint.values import RangeTensor, boxes_of, whole_value
+from fsdp_c.sharded_values import memory_order
+
+TENSORS = [
+    torch.randn(3, 4),
+    torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    torch.randn(4, 3).t(),
+    torch.tensor(3.0),
+    torch.zeros(0, 3),
+    torch.ones(1),
+    torch.ones(5, dtype=torch.bfloat16),
+    torch.tensor([True, False]),
+    torch.arange(4).to(torch.float8_e4m3fn),
+    torch.arange(4).to(torch.uint16),
+    torch.randn(3, dtype=torch.complex64),
+    torch.arange(3),
+]
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda t: f"{t.dtype} {list(t.shape)}")
+def test_a_piece_is_what_torch_load_reads_and_a_sound_zip_archive(tensor: Tensor, tmp_path: Path) -> None:
+    path = tmp_path / "pieces"
+    with path.open("wb") as file:
+        writer = pieces.FileWriter(file)
+        for _ in range(2):  # the second begins anywhere
+            start = writer.size
+            place = writer.write_tensor(tensor)
+        writer.finish()
+    blob = path.read_bytes()[start : writer.size]
+    assert place.offset % 64 == 0
+    assert zipfile.ZipFile(io.BytesIO(blob)).testzip() is None
+    loaded = torch.load(io.BytesIO(blob), weights_only=True)
+    assert (loaded.dtype, loaded.shape, loaded.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
+    assert bits(loaded) == bits(tensor)
+    with path.open("rb") as file:
+        data = bytearray(place.nbytes)
+        assert pieces.read_data(file, place, memoryview(data))
+        assert not pieces.read_data(file, place._replace(crc32=place.crc32 ^ 1), memoryview(data))
+
+
+def test_nothing_is_copied_on_the_way() -> None:
+    tensor = torch.randn(64)
+    view = pieces.memory(tensor)
+    tensor.zero_()
+    assert bytes(view) == bytes(256)
+
+
+def brute_force(shape: tuple[int, ...], order: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+    """The index of each element, in memory order."""
+    if order is None:
+        return list(itertools.product(*map(range, shape)))
+    found = []
+    for outer in itertools.product(*(range(shape[dim]) for dim in order)):
+        index = [0] * len(shape)
+        for value, dim in zip(outer, order, strict=True):
+            index[dim] = value
+        found.append(tuple(index))
+    return found
+
+
+@pytest.mark.parametrize("limit", [pieces.MAX_NBYTES, 8, 20])
+@pytest.mark.parametrize("order", [None, (0, 2, 3, 1), (3, 1, 0, 2)])
+def test_boxes_hold_each_element_of_a_range_once_and_in_its_memory(order, limit: int) -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        shape = tuple(rng.randint(1, 4) for _ in range(4 if order else rng.randint(0, 4)))
+        numel = math.prod(shape)
+        start, end = sorted((rng.randint(0, numel), rng.randint(0, numel)))
+        local = torch.arange(start, end, dtype=torch.float32)
+        indices = brute_force(shape, order)
+        seen = []
+        with mock.patch("fsdp_c.checkpoint.values.MAX_NBYTES", limit):
+            boxes = list(boxes_of(local, shape, start, order))
+        for offsets, box in boxes:
+            assert box.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+            assert pieces.is_dense(box) and box.nbytes <= max(limit, 4)
+            for within in itertools.product(*map(range, box.shape)):
+                element = int(box[within])
+                assert indices[element] == tuple(o + w for o, w in zip(offsets, within, strict=True))
+                seen.append(element)
+        assert sorted(seen) == list(range(start, end))
+        if limit == pieces.MAX_NBYTES:
+            assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_whole_tensor_larger_than_a_piece_is_divided_in_its_own_memory_order() -> None:
+    image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    with mock.patch("fsdp_c.checkpoint.values.MAX_NBYTES", 100):
+        value = whole_value(image)
+        assert isinstance(value, RangeTensor) and len(value.boxes) > 4
+    assert value.order == memory_order(image.stride())
+    rebuilt = torch.zeros_like(image)
+    for offsets, box in value.boxes.items():
+        rebuilt[tuple(slice(o, o + s) for o, s in zip(offsets, box.shape, strict=True))] = box
+    assert torch.equal(rebuilt, image)
+
+
+def test_a_range_tensor_says_what_it_is_for_when_computed_with() -> None:
+    value = RangeTensor(torch.ones(3), (2, 3), 1)
+    assert "range=[1, 4)" in repr(value)
+    with pytest.raises(NotImplementedError, match="for tensors to compute with use state_dict"):
+        value + 1
+    copy = value.clone()
+    value.local.zero_()
+    assert copy.local.tolist() == [1, 1, 1] and copy.start == 1
