@@ -156,13 +156,12 @@ static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
 
 /* One alias of the storage per parameter, without autograd's bookkeeping and with a version counter of its own. */
 static AtenTensorHandle alias(AtenTensorHandle flat, int64_t offset, const struct param_shape *shape) {
-    int64_t strides[OP_MAX_NDIM], step = 1;
+    int64_t contiguous[OP_MAX_NDIM];
+    const int64_t *strides = shape->strides ? shape->strides : contiguous;
     AtenTensorHandle view = NULL;
     OP_CHECK(shape->ndim <= OP_MAX_NDIM, "a parameter has %lld dimensions", (long long)shape->ndim);
-    for (int64_t d = shape->ndim - 1; d >= 0; d--) {
-        strides[d] = shape->strides ? shape->strides[d] : step;
-        step *= shape->sizes[d] > 0 ? shape->sizes[d] : 1;
-    }
+    if (!shape->strides)
+        op_contiguous_strides(shape->ndim, shape->sizes, contiguous);
     OP_CALL(torch_abi.aoti_torch__reinterpret_tensor(flat, shape->ndim, shape->sizes, strides, offset, &view));
     return view;
 }
@@ -211,23 +210,47 @@ PyObject *handle_segment_views(const struct handle *handle, PyObject *flat) {
 
 /* ---- registration ---- */
 
+static const char *const op_schemas[] = {
+    "unshard(Tensor(a!) full, int handle) -> ()",
+    "reshard(Tensor(a!) full, int handle) -> ()",
+    "unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]",
+    "segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]",
+};
+
+enum { NUM_SCHEMAS = sizeof op_schemas / sizeof *op_schemas };
+
+typedef void (*op_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
+
+static const struct {
+    const char *key, *name;
+    op_kernel kernel;
+} op_kernels[] = {
+    {"CPU", "unshard", unshard},
+    {"CPU", "reshard", reshard},
+    {"CPU", "segment_views", segment_views},
+    {"Meta", "unshard", nothing_on_meta},
+    {"Meta", "reshard", nothing_on_meta},
+    {"Meta", "segment_views", segment_views},
+    {"CompositeImplicitAutograd", "unshard_views", unshard_views},
+};
+
+enum { NUM_KERNELS = sizeof op_kernels / sizeof *op_kernels };
+
+/* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per key. */
+static bool register_kernel(const char *key, const char *name, op_kernel kernel) {
+    TorchLibraryHandle library = NULL;
+    return !torch_abi.aoti_torch_library_init_impl("fsdp_c", key, "fsdp_c", 0, &library) &&
+           !torch_abi.torch_library_impl(library, name, kernel, TORCH_BUILD_VERSION);
+}
+
 static bool register_all(void) {
-    TorchLibraryHandle schemas = NULL, cpu = NULL, meta = NULL, composite = NULL;
-    return !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &schemas) &&
-           !torch_abi.aoti_torch_library_init_impl("fsdp_c", "CPU", "fsdp_c", 0, &cpu) &&
-           !torch_abi.aoti_torch_library_init_impl("fsdp_c", "Meta", "fsdp_c", 0, &meta) &&
-           !torch_abi.aoti_torch_library_init_impl("fsdp_c", "CompositeImplicitAutograd", "fsdp_c", 0, &composite) &&
-           !torch_abi.aoti_torch_library_def(schemas, "unshard(Tensor(a!) full, int handle) -> ()") &&
-           !torch_abi.aoti_torch_library_def(schemas, "reshard(Tensor(a!) full, int handle) -> ()") &&
-           !torch_abi.aoti_torch_library_def(schemas, "unshard_views(Tensor(a) full, int handle) -> Tensor(a)[]") &&
-           !torch_abi.aoti_torch_library_def(schemas, "segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]") &&
-           !torch_abi.torch_library_impl(cpu, "segment_views", segment_views, TORCH_BUILD_VERSION) &&
-           !torch_abi.torch_library_impl(meta, "segment_views", segment_views, TORCH_BUILD_VERSION) &&
-           !torch_abi.torch_library_impl(cpu, "unshard", unshard, TORCH_BUILD_VERSION) &&
-           !torch_abi.torch_library_impl(cpu, "reshard", reshard, TORCH_BUILD_VERSION) &&
-           !torch_abi.torch_library_impl(meta, "unshard", nothing_on_meta, TORCH_BUILD_VERSION) &&
-           !torch_abi.torch_library_impl(meta, "reshard", nothing_on_meta, TORCH_BUILD_VERSION) &&
-           !torch_abi.torch_library_impl(composite, "unshard_views", unshard_views, TORCH_BUILD_VERSION);
+    TorchLibraryHandle library = NULL;
+    bool done = !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &library);
+    for (int i = 0; done && i < NUM_SCHEMAS; i++)
+        done = !torch_abi.aoti_torch_library_def(library, op_schemas[i]);
+    for (int i = 0; done && i < NUM_KERNELS; i++)
+        done = register_kernel(op_kernels[i].key, op_kernels[i].name, op_kernels[i].kernel);
+    return done;
 }
 
 int handle_ops_init(void) {

@@ -211,16 +211,21 @@ static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle 
     }
 }
 
-/* A new contiguous tensor on the device of `like`. */
-static inline AtenTensorHandle op_empty(int64_t ndim, const int64_t *sizes, int32_t dtype_code,
-                                        const struct op_operand *like) {
-    int64_t strides[OP_MAX_NDIM];
+/* The strides of a contiguous tensor of these sizes. */
+static inline void op_contiguous_strides(int64_t ndim, const int64_t *sizes, int64_t *strides) {
     int64_t step = 1;
-    AtenTensorHandle tensor = NULL;
     for (int64_t d = ndim - 1; d >= 0; d--) {
         strides[d] = step;
         step *= sizes[d] > 0 ? sizes[d] : 1;
     }
+}
+
+/* A new contiguous tensor on the device of `like`. */
+static inline AtenTensorHandle op_empty(int64_t ndim, const int64_t *sizes, int32_t dtype_code,
+                                        const struct op_operand *like) {
+    int64_t strides[OP_MAX_NDIM];
+    AtenTensorHandle tensor = NULL;
+    op_contiguous_strides(ndim, sizes, strides);
     OP_CALL(torch_abi.aoti_torch_empty_strided(ndim, sizes, strides, dtype_code, like->device_type, like->device_index,
                                                &tensor));
     return tensor;

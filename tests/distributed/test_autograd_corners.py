@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import gc
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
+from tests.storage import live_nbytes, settled_nbytes
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 CPU = torch.device("cpu")
@@ -82,19 +82,6 @@ def expected_gradients(model: nn.Module, step: Step, world_size: int) -> dict[st
         if parameter.grad is not None:
             parameter.grad /= world_size
     return full_gradients(model)
-
-
-def live_nbytes() -> int:
-    from fsdp_c import _C
-
-    return _C.live_unsharded_nbytes()
-
-
-def settled_nbytes() -> int:
-    """What is live once models of earlier tests have gone."""
-    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
-        gc.collect()
-    return live_nbytes()
 
 
 def assert_same_gradients(model: Any, reference: nn.Module, step: Step, rank: int, world_size: int) -> None:

@@ -4,7 +4,6 @@ that step never happened, bit for bit, once the user has zeroed the gradients.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
+from tests.storage import live_nbytes, settled_nbytes
 
 STEPS_BEFORE = 2
 STEPS_AFTER = 3
@@ -128,19 +128,6 @@ class Trained:
     def failing_step(self, place: str, error: type[BaseException] = Trouble) -> None:
         with self.switch.at(place, error), pytest.raises(error, match=f"at {place}"):
             self.loss(99).backward()
-
-
-def live_nbytes() -> int:
-    from fsdp_c import _C
-
-    return _C.live_unsharded_nbytes()
-
-
-def settled_nbytes() -> int:
-    """What is live once models of earlier tests have gone."""
-    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
-        gc.collect()
-    return live_nbytes()
 
 
 def assert_same_run(expected: Trained, actual: Trained) -> None:

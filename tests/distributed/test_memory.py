@@ -16,6 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStr
 
 from tests.models import EqualBlocks
 from tests.ranks import on_ranks
+from tests.storage import live_nbytes, settled_nbytes
 
 BLOCKS = 6
 ALL = BLOCKS + 1
@@ -31,10 +32,8 @@ class Meter:
     def __init__(self, element_nbytes: int = FP32_NBYTES) -> None:
         from fsdp_c import _C
 
-        for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
-            gc.collect()
         self._native = _C
-        self._base = _C.live_unsharded_nbytes()
+        self._base = settled_nbytes()
         self._unit = UNIT_NUMEL * element_nbytes
         self.reset()
 
@@ -42,7 +41,7 @@ class Meter:
         self._native.peak_unsharded_nbytes(reset=True)
 
     def live(self) -> float:
-        return (self._native.live_unsharded_nbytes() - self._base) / self._unit
+        return (live_nbytes() - self._base) / self._unit
 
     def peak(self) -> float:
         return (self._native.peak_unsharded_nbytes() - self._base) / self._unit
