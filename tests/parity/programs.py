@@ -26,6 +26,7 @@ cases. The generator leaves out
   dtype and raises;
 - gradients of frozen parameters inside summon_full_params: upstream shows zeros, fsdp_c None;
 - the order of names in a state dict with tied weights: upstream moves the shared one behind the others of its module;
+- sharded state dicts of channels-last weights: upstream refuses to make them;
 - offloading on a CPU: upstream frees what it returns;
 - trained and frozen parameters in one unit without use_orig_params, and summoned gradients there: upstream refuses;
 - first layers that are frozen: a reentrant checkpoint whose input needs no gradient computes none.
@@ -43,7 +44,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.engine import OPTIMIZERS, Point, Run, implementation
@@ -250,7 +252,8 @@ class _Sequence:
     def _save(self) -> None:
         if self.local:
             self._train()
-        self._emit("save")
+        kinds = ("FULL",) if any(block.kind == "channels_last" for block in self.blocks) else ("FULL", "SHARDED")
+        self._emit("save", kind=self.rng.choice(kinds))
         self.saved = True
 
     def _load(self) -> None:
@@ -402,7 +405,8 @@ class ProgramRun(Run):
     """A run that executes operations; the step of its labels counts them."""
 
     program: Program | None = None
-    saved: dict[str, Tensor] | None = None
+    saved: dict[str, Any] | None = None
+    saved_kind: StateDictType = StateDictType.FULL_STATE_DICT
 
     def execute(self, operation: Operation) -> None:
         getattr(self, "do_" + operation.name)(**dict(operation.arguments))
@@ -468,14 +472,23 @@ class ProgramRun(Run):
         self.record_params("after")
         self.record_grads("after")
 
-    def do_save(self) -> None:
-        self.saved = self.full_state_dict()
+    def do_save(self, kind: str) -> None:
+        self.saved_kind = StateDictType[f"{kind}_STATE_DICT"]
+        with self.fsdp.state_dict_type(self.model, self.saved_kind):
+            self.saved = self.model.state_dict()
         self.record("names", sorted(self.saved))
         for name, value in self.saved.items():
-            self.record(f"saved {name}", value)
+            if isinstance(value, ShardedTensor):
+                self.record(f"metadata of {name}", str(value.metadata()))
+            for index, local in enumerate(_local_tensors(value)):
+                self.record(f"saved {name}, {index}", local)
 
     def do_load(self, factor: float) -> None:
-        self.load_full_state_dict({name: value * factor for name, value in self.saved.items()})
+        for value in self.saved.values():
+            for local in _local_tensors(value):
+                local.mul_(factor)
+        with self.fsdp.state_dict_type(self.model, self.saved_kind):
+            self.model.load_state_dict(self.saved)
         self.record_params("after load")
 
     def do_freeze(self, block: int, inner: bool, frozen: bool) -> None:
@@ -509,6 +522,11 @@ class ProgramRun(Run):
         with contextlib.suppress(ArithmeticError), contextlib.nullcontext() if sync else self.model.no_sync():
             self.loss(self.model(self.batch())).backward()
         chosen.raises = chosen.raises_in_backward = False
+
+
+def _local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:
+    """This rank's tensors of an entry of a state dict."""
+    return [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
 
 
 def record_program(program: Program, implementation_name: str, rank: int, world_size: int) -> dict[str, Any]:
