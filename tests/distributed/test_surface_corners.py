@@ -49,7 +49,7 @@ def test_summon_waits_for_the_device_once_per_unit(rank: int, world_size: int) -
     with mock.patch.object(common, "synchronize", wraps=common.synchronize) as synchronize:
         with FSDP.summon_full_params(model):
             entered = synchronize.call_count
-            assert all(not unit._handle.needs_unshard for unit in FSDP.fsdp_modules(model))
+            assert all(not unit._handle.needs_unshard() for unit in FSDP.fsdp_modules(model))
         assert (entered, synchronize.call_count) == (len(FSDP.fsdp_modules(model)), entered)
     assert [call.args for call in synchronize.call_args_list] == [(CPU,)] * entered
 

@@ -236,7 +236,7 @@ def test_small_methods_of_a_unit(use_orig_params: bool) -> None:
     assert (model._is_root, model.second._is_root) == (True, False)
     model.second._unshard(async_op=True)
     model._wait_unshard_streams_on_current_stream()
-    assert not model.second._handle.needs_unshard
+    assert not model.second._handle.needs_unshard()
     model._reset_lazy_init()
     assert model._is_root is None and model.check_is_root()
 
