@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import zipfile
@@ -56,7 +57,7 @@ class Info(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape or ()).numel() * self.dtype.itemsize if self.dtype is not None else 0
+        return math.prod(self.shape or ()) * self.dtype.itemsize if self.dtype is not None else 0
 
 
 class Source(Protocol):
@@ -238,7 +239,7 @@ def _stored_tensors(file: Path) -> Iterator[tuple[str, _Stored]]:
             sizes = [*shape, begin, end]
             if not all(type(each) is int and 0 <= each < 2**62 for each in sizes):
                 raise ValueError(f"{key}: sizes {sizes}")
-            if end - begin != torch.Size(shape).numel() * dtype.itemsize or 8 + length + end > size:
+            if end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
                 raise ValueError(f"{key}: bytes {begin} to {end} of {size} for shape {shape}")
             at = tuple(offsets.get(key, {}).get("saved_offsets", (0,) * len(shape)))
             if len(at) != len(shape) or not all(type(each) is int and 0 <= each < 2**62 for each in at):
@@ -254,14 +255,14 @@ def _whole_shape(path: Path, key: str, parts: list[_Stored]) -> tuple[int, ...]:
     ends = [tuple(o + s for o, s in zip(part.offsets, part.shape, strict=True)) for part in parts]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
     alike = len({(part.dtype, len(part.shape)) for part in parts}) == 1
-    if not alike or sum(torch.Size(part.shape).numel() for part in parts) != torch.Size(shape).numel():
+    if not alike or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
         raise CheckpointError(f"{path}: the parts of {key} in {len(parts)} files do not make one tensor of {shape}")
     return shape
 
 
 def _read_stored(part: _Stored) -> Tensor:
     """Mapped rather than read: in memory while it is used."""
-    numel = torch.Size(part.shape).numel()
+    numel = math.prod(part.shape)
     if not numel:
         return torch.zeros(part.shape, dtype=part.dtype)
     page = part.start - part.start % mmap.ALLOCATIONGRANULARITY
