@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ def _targets(params: OptimParams, states: dict[str, Any]) -> list[_Target]:
         if known.unit is None or fqn not in states:
             continue
         form = param_forms(known.unit)[known.indices[known.fqns.index(fqn)]]
-        for name, value in states[fqn].items():
+        for name, value in sorted(states[fqn].items()):
             if not _is_tensor(value):
                 continue
             shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
@@ -124,18 +125,57 @@ def _shards(
     remote = [target for target in targets if isinstance(target.value, _OnRank0)]
     sharded = [target for target in targets if isinstance(target.value, (ShardedTensor, DTensor))]
     yield from _shards_from_rank_0(remote, source, options.group)
-    by_unit: dict[Any, list[_Target]] = {}
-    for target in sharded:
-        by_unit.setdefault(target.unit, []).append(target)
+    by_unit = _by_unit(sharded)
     for group, units in by_group(by_unit):
         members = [target for unit in units for target in by_unit[unit]]
-        rows = [(t.form, rows_of_value(t.value, t.fqn, t.unit, t.form).detach()) for t in members]
-        device = units[0].compute_device
-        for target, shard in zip(members, shards_of_rows(rows, group, device), strict=True):
+        rows = _agreed_rows(members, group)
+        for target, shard in zip(members, shards_of_rows(rows, group, units[0].compute_device), strict=True):
             yield (target.fqn, target.state_name), shard
     for target in targets:
         if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor)):
             yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
+
+
+def _by_unit(targets: Iterable[_Target]) -> dict[Any, list[_Target]]:
+    found: dict[Any, list[_Target]] = {}
+    for target in targets:
+        found.setdefault(target.unit, []).append(target)
+    return found
+
+
+def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamForm, Tensor]]:
+    """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
+    known = [(t.fqn, t.state_name, str(t.value.dtype)) for t in targets]
+    error, rows = None, []
+    try:
+        rows = [(t.form, rows_of_value(t.value, t.fqn, t.unit, t.form).detach()) for t in targets]
+    except AssertionError as found:
+        error = found
+    told = _tell((hashlib.blake2b(repr(known).encode(), digest_size=16).digest(), error), group)
+    if error is not None:
+        raise error
+    failed = {rank: one for rank, (_, one) in told.items() if one is not None}
+    for rank, one in failed.items():
+        raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {one}")
+    if len({digest for digest, _ in told.values()}) > 1:
+        raise ValueError(_difference({rank: set(one) for rank, one in _tell(known, group).items()}))
+    return rows
+
+
+def _tell(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
+    """What each rank of the group passes. Collective."""
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, mine, group=group)
+    return dict(zip(dist.get_process_group_ranks(group), told, strict=True))
+
+
+def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
+    fqn, name, dtype = min(set.union(*held.values()) - set.intersection(*held.values()))
+    having = [rank for rank, one in held.items() if (fqn, name, dtype) in one]
+    return (
+        f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} only of "
+        f"{list(held)}. Pass each rank what was saved on it, or load through torch.distributed.checkpoint"
+    )
 
 
 def _own_part(target: _Target, value: Tensor) -> Tensor:
@@ -150,10 +190,8 @@ def _shards_from_rank_0(
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by one."""
     world_size = dist.get_world_size(group)
-    direct = [t for t in targets if t.unit._handle.layout.sharded and t.unit.world_size == world_size]
-    by_unit: dict[Any, list[_Target]] = {}
-    for target in direct:
-        by_unit.setdefault(target.unit, []).append(target)
+    direct = {unit for unit in _by_unit(targets) if unit._handle.layout.sharded and unit.world_size == world_size}
+    by_unit = _by_unit(target for target in targets if target.unit in direct)
     for shard_group, units in by_group(by_unit):
         members = [target for unit in units for target in by_unit[unit]]
         shards = redistribute(
@@ -166,7 +204,7 @@ def _shards_from_rank_0(
         for target, shard in zip(members, shards, strict=True):
             yield (target.fqn, target.state_name), shard
     for target in targets:
-        if target not in direct:
+        if target.unit not in direct:
             whole = _broadcast(target.value, _value_of(target, source), target.unit.compute_device, group)
             yield (target.fqn, target.state_name), _own_part(target, whole)
 
@@ -261,7 +299,7 @@ def _user_state(value: Any, original: Any, options: LoadOptions) -> Any:
         return {key: _user_state(one, original and original[key], options) for key, one in value.items()}
     if isinstance(value, _OnRank0):
         return _broadcast(value, original, _transfer_device(options.group), options.group)
-    return copy.copy(value)
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _transfer_device(group: dist.ProcessGroup | None) -> torch.device:

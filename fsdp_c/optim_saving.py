@@ -50,7 +50,7 @@ def save_optim_state(
     """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared with it."""
     key_of = {param: key for key, param in keys.items()}
     local = _local_states(params, key_of, osd["state"])
-    held = _agree(params, local, set(key_of), options.group)
+    held = _agree(params, local, options.group)
     values = _tensors(params, local, held, options)
     if not options.returns_state:
         return {}
@@ -81,37 +81,50 @@ class _Told(NamedTuple):
 
     held: dict[str, _Held]
     lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
+    frozen: frozenset[str]  # parameters that need no gradient, which may be missing from the optimizer
     errors: tuple[str, ...]
 
 
 def _agree(
-    params: OptimParams,
-    local: dict[OptimParam, dict[str, Any]],
-    in_optimizer: set[nn.Parameter],
-    group: dist.ProcessGroup | None,
+    params: OptimParams, local: dict[OptimParam, dict[str, Any]], group: dist.ProcessGroup | None
 ) -> dict[OptimParam, _Held]:
     """What there is of each managed parameter's state, in the order of the result; see [Note: One agreement]."""
     managed = {known.name: known for known in params.by_param.values() if known.unit is not None}
     own = {known.name: state for known, state in local.items() if known.unit is not None and _counts(known)}
-    lacking = frozenset(name for name, known in managed.items() if name not in own and _own_numel(known))
-    told: list[Any] = [None] * dist.get_world_size(group)
-    mine = _Told(_described(own), lacking, tuple(_misfits(managed, own)))
-    if len(told) == 1:
-        told = [mine]
-    else:
-        dist.all_gather_object(told, mine, group=group)
+    told = _tell(_told(params, managed, own), group)
     if any(one.errors for one in told):
         raise ValueError("\n".join(error for one in told for error in one.errors))
     held = [one.held for one in told]
     if not params.use_orig_params:
         _check_states_of_rank_0(held, managed)
-        return {managed[name]: held[dist.get_rank(group)][name] for name in held[0]}
-    names = sorted({name for one in held for name in one})
-    _check_in_optimizer(params, set(names), in_optimizer)
+        mine = held[dist.get_rank(group)]
+        for name in held[0]:
+            _check_same_tensors(name, held)
+        return {managed[name]: mine[name] for name in held[0]}
+    names = {name for one in held for name in one}
+    _check_states_of_units(managed, names, frozenset.intersection(*(one.frozen for one in told)))
     for rank, one in enumerate(told):
-        for name in one.lacking.intersection(names):
+        for name in sorted(one.lacking & names):
             raise ValueError(f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do")
-    return {managed[name]: _merged(name, held) for name in names}
+    return {managed[name]: _merged(name, held) for name in sorted(names)}
+
+
+def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, dict[str, Any]]) -> _Told:
+    by_param = [(param, known) for param, known in params.by_param.items() if known.unit is not None]
+    return _Told(
+        _described(own),
+        frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
+        frozenset(known.name for param, known in by_param if not param.requires_grad),
+        tuple(_misfits(managed, own)),
+    )
+
+
+def _tell(mine: _Told, group: dist.ProcessGroup | None) -> list[_Told]:
+    """What all ranks tell, in their order."""
+    told: list[Any] = [mine] * dist.get_world_size(group)
+    if len(told) > 1:
+        dist.all_gather_object(told, mine, group=group)
+    return told
 
 
 def _own_numel(known: OptimParam) -> int:
@@ -124,7 +137,12 @@ def _counts(known: OptimParam) -> bool:
     """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
     if not known.unit._use_orig_params or _own_numel(known):
         return True
-    return param_forms(known.unit)[known.indices[0]].shape.numel() == 0
+    return _form(known).shape.numel() == 0
+
+
+def _form(known: OptimParam) -> ParamForm:
+    """The form of an original parameter."""
+    return param_forms(known.unit)[known.indices[0]]
 
 
 def _misfits(managed: dict[str, OptimParam], states: dict[str, dict[str, Any]]) -> Iterator[str]:
@@ -180,26 +198,39 @@ def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str,
         )
 
 
-def _check_in_optimizer(params: OptimParams, names: set[str], in_optimizer: set[nn.Parameter]) -> None:
-    for param, known in params.by_param.items():
-        if known.name in names and param not in in_optimizer and param.requires_grad:
-            raise RuntimeError(
-                f"{known.name} has optimizer state on some rank but is not in this rank's optimizer: it holds "
-                f"{sorted(params.by_param[p].name for p in in_optimizer if p in params.by_param)}, "
-                f"and the ranks together have state of {sorted(names)}"
+def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], frozen: frozenset[str]) -> None:
+    """A unit's trained parameters have state together, or none has."""
+    by_unit: dict[Any, list[OptimParam]] = {}
+    for known in managed.values():
+        by_unit.setdefault(known.unit, []).append(known)
+    for members in by_unit.values():
+        stated = [known.name for known in members if known.name in names]
+        for known in members if stated else ():
+            if known.name not in names and known.name not in frozen and _form(known).shape.numel():
+                raise RuntimeError(
+                    f"{known.name} is not in the optimizer state of any rank, but is trained in the same unit as "
+                    f"others that are: the unit has {sorted(one.name for one in members)}, the optimizer state "
+                    f"{sorted(stated)}. "
+                    "Give it to the optimizer, or freeze it with requires_grad_(False)"
+                )
+
+
+def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
+    having = {rank: one[name].tensors for rank, one in enumerate(told) if name in one}
+    first_rank, first = next(iter(having.items()))
+    for rank, tensors in having.items():
+        if tensors != first:
+            raise ValueError(
+                f"ranks hold different optimizer state of {name}: rank {first_rank} {first}, rank {rank} {tensors}"
             )
 
 
 def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
     """What the ranks that have state of a parameter agree on."""
+    _check_same_tensors(name, told)
     having = {rank: one[name] for rank, one in enumerate(told) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, other in having.items():
-        if other.tensors != first.tensors:
-            raise ValueError(
-                f"ranks hold different optimizer state of {name}: rank {first_rank} {first.tensors}, "
-                f"rank {rank} {other.tensors}"
-            )
         for kind in ("scalars", "others"):
             ours, theirs = getattr(first, kind), getattr(other, kind)
             if ours != theirs:
@@ -346,7 +377,7 @@ def _copy_unknown(
             "state_dict: it belongs to no parameter of the model and is taken for the user's own.",
             stacklevel=5,
         )
-        result[key] = value  # type: ignore[index]
+        result[key] = copy.copy(value)  # type: ignore[index]
 
 
 def _named_group(group: dict[str, Any], keys: dict[Key, nn.Parameter], params: OptimParams) -> dict[str, Any]:

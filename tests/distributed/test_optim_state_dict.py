@@ -243,13 +243,9 @@ def test_frozen_parameters_may_be_missing_from_the_optimizer_and_trained_ones_no
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1)
     train(model, optimizer, rank)
     assert "inp.weight" not in saved(model, optimizer)["state"]
-    other = torch.optim.Adam(list(model.parameters())[:2] if rank else list(model.parameters()), lr=0.1)
-    state = optimizer.state_dict() if rank == 0 else other.state_dict()
-    with (
-        type(model).state_dict_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=False)),
-        pytest.raises((RuntimeError, ValueError), match="optimizer"),
-    ):
-        type(model).optim_state_dict(model, other if rank else optimizer, state)
+    model.module.inp.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="inp.weight is not in the optimizer state .*has .*'inp.weight'.* state .*"):
+        saved(model, optimizer)
 
 
 @both_views
@@ -301,6 +297,16 @@ def test_state_that_one_rank_lacks_is_named(rank, world_size):
     if rank == 1:
         del optimizer.state[next(p for p in optimizer.state if p.numel())]
     with pytest.raises(ValueError, match="rank 1 holds elements of .* but no optimizer state of it"):
+        saved(model, optimizer)
+
+
+@on_ranks(2)
+def test_flat_state_of_other_names_on_another_rank_is_refused(rank, world_size):
+    model, optimizer = trained(False, rank)
+    if rank == 1:
+        for state in optimizer.state.values():
+            state["other"] = state.pop("exp_avg")
+    with pytest.raises(ValueError, match="ranks hold different optimizer state of .*_flat_param: rank 0 .*, rank 1 "):
         saved(model, optimizer)
 
 
@@ -615,3 +621,65 @@ def test_parameter_with_several_names_is_refused_by_rekey(rank, world_size):
         implementation("fsdp_c").rekey_optim_state_dict(
             optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, plain, optim=optimizer
         )
+
+
+def snapshot(value: Any) -> Any:
+    """A copy that shares nothing: of sharded values, this rank's part."""
+    if isinstance(value, dict):
+        return {key: snapshot(one) for key, one in value.items()}
+    if isinstance(value, ShardedTensor):
+        return [shard.tensor.clone() for shard in value.local_shards()]
+    return value.to_local().clone() if isinstance(value, DTensor) else copy.deepcopy(value)
+
+
+@both_forms
+@both_views
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_what_is_given_is_neither_changed_nor_shared(rank, world_size, kind, use_orig_params, mesh):
+    """Also not by the steps that follow; ignored parameters are the optimizer's own too."""
+    model = net()
+    model = wrap(model, use_orig_params, mesh=mesh, ignored_modules=[model.inp])
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, rank)
+    held = optimizer.state_dict()
+    before = snapshot(held)
+    state = saved(model, optimizer, kind)
+    assert_same_osd(before, snapshot(held))
+    before = snapshot(state)
+    optimizer.load_state_dict(to_load(model, optimizer, state, kind))
+    train(model, optimizer, rank)
+    after = snapshot(state)
+    assert repr(before) == repr(after)
+
+
+@both_forms
+@both_views
+@on_ranks(2)
+def test_the_order_of_names_may_differ_between_ranks(rank, world_size, use_orig_params, mesh):
+    model, optimizer = trained(use_orig_params, rank, mesh=mesh)
+    state = saved(model, optimizer, SHARDED)
+    expected = snapshot(to_load(model, optimizer, state, SHARDED))
+    if rank == 1:
+        turned = {fqn: dict(reversed(one.items())) for fqn, one in reversed(state["state"].items())}
+        state = {**state, "state": turned}
+    actual = to_load(model, optimizer, state, SHARDED)
+    for key, values in expected["state"].items():
+        assert all(same_bits(torch.as_tensor(v), torch.as_tensor(actual["state"][key][n])) for n, v in values.items())
+
+
+@both_forms
+@on_ranks(2)
+def test_sharded_state_that_one_rank_lacks_or_cannot_load_is_refused_everywhere(rank, world_size, mesh):
+    model, optimizer = trained(True, rank, mesh=mesh)
+    state = saved(model, optimizer, SHARDED)
+    lacking = {**state, "state": {fqn: dict(one) for fqn, one in state["state"].items()}}
+    if rank == 1:
+        del lacking["state"]["inp.weight"]["exp_avg"]
+    with pytest.raises(ValueError, match=r"'exp_avg' of inp.weight, torch.float32, is on ranks \[0\] only of \[0, 1\]"):
+        to_load(model, optimizer, lacking, SHARDED)
+    if not mesh:
+        if rank == 1:
+            state["state"]["inp.weight"]["exp_avg"].local_shards()[0].tensor = torch.zeros(1)
+        with pytest.raises(AssertionError, match="inp.weight: rank 1 of 2 expects rows of"):
+            to_load(model, optimizer, state, SHARDED)
