@@ -145,7 +145,7 @@ def _by_unit(targets: Iterable[_Target]) -> dict[Any, list[_Target]]:
 
 def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamForm, Tensor]]:
     """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
-    known = [(t.fqn, t.state_name, str(t.value.dtype)) for t in targets]
+    known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
     error, rows = None, []
     try:
         rows = [(t.form, rows_of_value(t.value, t.fqn, t.unit, t.form).detach()) for t in targets]
@@ -160,6 +160,10 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
     if len({digest for digest, _ in told.values()}) > 1:
         raise ValueError(_difference({rank: set(one) for rank, one in _tell(known, group).items()}))
     return rows
+
+
+def _dtype(value: ShardedTensor | DTensor) -> torch.dtype:
+    return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
 def _tell(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
@@ -329,7 +333,7 @@ def _flat_state(known: OptimParam, states: dict[str, Any], shards: dict[tuple[st
         values = {fqn: state[name] for fqn, state in given.items()}
         _check_one_kind(name, values)
         if _is_tensor(first[name]):
-            result[name] = _flat_tensor(known, name, values, shards, first[name].dtype)
+            result[name] = _flat_tensor(known, name, values, shards, _dtype(first[name]))
         else:
             _check_scalars(name, values, known)
             result[name] = _own_scalar(first[name])
@@ -338,7 +342,7 @@ def _flat_state(known: OptimParam, states: dict[str, Any], shards: dict[tuple[st
 
 def _kind(value: Any) -> tuple[str, Any]:
     if _is_tensor(value):
-        return "tensor", value.dtype
+        return "tensor", _dtype(value)
     return ("scalar tensor", value.dtype) if isinstance(value, Tensor) else ("value", type(value))
 
 
