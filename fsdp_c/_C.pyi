@@ -76,14 +76,21 @@ def partition_overlaps(
     """
 
 def exchange_plan(
-    tensors: Iterable[tuple[tuple[int, int, int], tuple[int, int, int], int]], rank: int, world_size: int, /
-) -> tuple[list[int], list[list[tuple[int, int, int]]], list[list[int]], list[list[int]]]:
-    """What ``rank`` sends and receives to bring tensors, each (source, target, scale), from one partition to another.
+    tensors: Iterable[tuple[tuple[int, int, int], tuple[int, int, int], int]],
+    rank: int,
+    world_size: int,
+    gathered: bool,
+    /,
+) -> tuple[list[int], list[int], list[int], list[int], list[int], list[int], list[int]]:
+    """What ``rank`` sends and receives to bring tensors, each (source, target, element_nbytes), to other partitions.
 
-    Returns (held, outgoing, incoming, senders), in units of 1 / scale elements: the numel of this rank's part of each
-    tensor; by peer the (tensor, start in this rank's part, numel) that go there; by peer the numels that come from
-    there; by tensor the peers that its new parts come from, in order. This rank is a peer of itself. ValueError for
-    partitions of different numels, IndexError for one with elements behind the last rank.
+    Returns (held, made, sent, sent_nbytes, received_nbytes, parts, part_counts), in bytes: this rank's piece of each
+    tensor before and after; the ranges that it sends, peer by peer, each (tensor, start, nbytes) of its piece; what
+    goes to each peer and comes from it; the ranges that its new pieces are joined of, each (source, start, nbytes), and
+    how many each has. Source 0 is what was received, peer by peer; source i + 1 this rank's piece of tensor i, which is
+    not sent. ``gathered``: every rank's piece is received, in rows as long as the longest, and none is sent. Ranges lie
+    one behind the other in one list, as ``fsdp_c::join_ranges`` takes them. ValueError for partitions of different
+    numels, and for elements behind the last rank.
     """
 
 def flat_range_boxes(

@@ -56,14 +56,17 @@ def _fqn(info: Any) -> str:
 @contextlib.contextmanager
 def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
     """Show other tensors as the parameters of the modules, and put back at exit exactly what was found."""
-    with contextlib.ExitStack() as stack:
+    found = []
+    try:
         for param, tensor in params:
-            registered = param.module._parameters
-            stack.callback(_put_back, registered, param.name, registered.get(param.name, _ABSENT))
-            attributes = param.module.__dict__
-            stack.callback(_put_back, attributes, param.name, attributes.pop(param.name, _ABSENT))
+            registered, attributes = param.module._parameters, param.module.__dict__
+            found.append((registered, param.name, registered.get(param.name, _ABSENT)))
+            found.append((attributes, param.name, attributes.pop(param.name, _ABSENT)))
             registered[param.name] = tensor  # type: ignore[assignment]
         yield
+    finally:
+        for mapping, name, value in reversed(found):
+            _put_back(mapping, name, value)
 
 
 def _put_back(mapping: dict[str, Any], name: str, value: Any) -> None:

@@ -19,8 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c.optim_params import Key, OptimParam, OptimParams
-from fsdp_c.redistribution import gather
-from fsdp_c.sharded_values import ParamForm, by_group, from_memory_order, param_forms, rows_of_shards, sharded_value
+from fsdp_c.redistribution import gather, join_ranges
+from fsdp_c.sharded_values import (
+    ParamForm,
+    by_group,
+    dims_from_memory,
+    from_memory_order,
+    param_forms,
+    rows_of_shards,
+    sharded_value,
+)
 from fsdp_c.state_dict_saving import FULL_BATCH_NBYTES, split_shard
 
 
@@ -227,12 +235,13 @@ def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
 
 def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
     """What the ranks that have state of a parameter agree on."""
-    _check_same_tensors(name, told)
     having = {rank: one[name] for rank, one in enumerate(told) if name in one}
     first_rank, first = next(iter(having.items()))
     for rank, other in having.items():
-        for kind in ("scalars", "others"):
-            ours, theirs = getattr(first, kind), getattr(other, kind)
+        if other == first:
+            continue
+        _check_same_tensors(name, told)
+        for ours, theirs in ((first.scalars, other.scalars), (first.others, other.others)):
             if ours != theirs:
                 raise AssertionError(
                     f"optimizer state of {name} that is no tensor must be equal on all ranks: rank {first_rank} has "
@@ -256,13 +265,13 @@ def _tensors(
 ) -> dict[tuple[str, str], Any]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
     pieces: dict[Any, list[_Piece]] = {unit: [] for unit in params.units}
+    nothing = {dtype: torch.empty(0, dtype=dtype) for one in held.values() for _, dtype in one.tensors}
     for unit, members in _by_unit(held):
-        names = sorted({name for known in members for name, _ in held[known].tensors})
-        for name in names:  # state by state: so each is a whole flat parameter, evenly spread
-            for known in members:
-                dtype = dict(held[known].tensors).get(name)
-                if dtype is not None:
-                    pieces[unit] += _pieces(known, name, dtype, local.get(known, {}).get(name))
+        dtypes = [dict(held[known].tensors) for known in members]
+        for name in sorted({name for one in dtypes for name in one}):
+            for known, one in zip(members, dtypes, strict=True):  # of one name, they are a flat parameter evenly spread
+                if name in one:
+                    pieces[unit] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
     values = {}
     whole = [unit for unit in params.units if not unit._handle.layout.sharded]
     for unit in whole:
@@ -280,22 +289,17 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[Any, list[OptimParam]]]:
     return [(unit, sorted(each, key=lambda known: known.indices)) for unit, each in members.items()]
 
 
-def _pieces(known: OptimParam, name: str, dtype: torch.dtype, value: Tensor | None) -> Iterator[_Piece]:
+def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     """This rank's part of one state of the original parameters that ``known`` stands for."""
-    unit, forms = known.unit, param_forms(known.unit)
+    unit, forms, value = known.unit, param_forms(known.unit), value.detach()
     sharded = unit._handle.layout.sharded
-    if not unit._use_orig_params:
-        assert value is not None  # every rank has what rank 0 has
-        parts = [
-            part if sharded else from_memory_order(part, form.shape, form.order)
-            for form, part in split_shard(unit, value.detach())
-        ]
-    elif value is None or not value.numel():
-        parts = [torch.empty(0, dtype=dtype)]
-    else:
-        parts = [value.detach().reshape(-1) if sharded else value.detach()]
-    for index, fqn, part in zip(known.indices, known.fqns, parts, strict=True):
-        yield _Piece(fqn, name, forms[index], part)
+    if unit._use_orig_params:
+        part = value.reshape(-1) if sharded or not value.numel() else value
+        return [_Piece(known.fqns[0], name, forms[known.indices[0]], part)]
+    return [
+        _Piece(fqn, name, form, part if sharded else from_memory_order(part, form.shape, form.order))
+        for fqn, (form, part) in zip(known.fqns, split_shard(unit, value), strict=True)
+    ]
 
 
 def _own_copy(piece: _Piece, options: SaveOptions) -> Tensor:
@@ -321,12 +325,13 @@ def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: Save
             [piece.form.shard for piece in items],
             group,
             device=members[0].compute_device,
+            shapes=[piece.form.memory_shape for piece in items],
             rank0_only=options.rank0_only,
             batch_nbytes=max(largest, FULL_BATCH_NBYTES),
         )
         for piece, flat in zip(items, flats, strict=True):
             if flat is not None and options.returns_state:
-                whole = from_memory_order(flat, piece.form.shape, piece.form.order)
+                whole = dims_from_memory(flat, piece.form.order)
                 values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
     return values
 
@@ -343,21 +348,40 @@ def _assembled(
 ) -> dict[str, dict[str, Any]]:
     state: dict[str, dict[str, Any]] = {}
     unmanaged = {known.name: own for known, own in local.items() if known.unit is None}
-    for known in held:
-        device = torch.device("cpu") if options.cpu_offload else known.unit.compute_device
+    scalars = _new_scalars(held, options)
+    for known, one in held.items():
         for fqn in known.fqns:
-            state[fqn] = _state_of_one(fqn, held[known], values, device)
+            found = [(name, values[fqn, name]) for name, _ in one.tensors]
+            found += [(name, next(scalars[dtype, _scalar_device(known, options)])) for name, _, dtype in one.scalars]
+            found += [(name, copy.deepcopy(value)) for name, value in one.others]
+            state[fqn] = dict(sorted(found, key=_first))
     for name, own in unmanaged.items():
         state[name] = {key: _copied(value, options) for key, value in own.items()}
     return dict(sorted(state.items())) if params.use_orig_params else state
 
 
-def _state_of_one(fqn: str, held: _Held, values: dict[tuple[str, str], Any], device: torch.device) -> dict[str, Any]:
-    """A scalar of its own for each parameter (parity 23)."""
-    found: dict[str, Any] = {name: values[fqn, name] for name, _ in held.tensors}
-    found.update((name, torch.tensor(value, dtype=dtype, device=device)) for name, value, dtype in held.scalars)
-    found.update((name, copy.deepcopy(value)) for name, value in held.others)
-    return dict(sorted(found.items()))
+def _first(pair: tuple[str, Any]) -> str:
+    return pair[0]
+
+
+def _scalar_device(known: OptimParam, options: SaveOptions) -> torch.device:
+    return torch.device("cpu") if options.cpu_offload else known.unit.compute_device
+
+
+def _new_scalars(held: dict[OptimParam, _Held], options: SaveOptions) -> dict[Any, Iterator[Tensor]]:
+    """By dtype and device, 0-d tensors in the order of the result: one for each parameter's each scalar (parity 23)."""
+    values: dict[Any, list[Any]] = {}
+    for known, one in held.items():
+        for _ in known.fqns:
+            for _, value, dtype in one.scalars:
+                values.setdefault((dtype, _scalar_device(known, options)), []).append(value)
+    return {(dtype, device): _scalars(given, dtype, device) for (dtype, device), given in values.items()}
+
+
+def _scalars(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    together = torch.tensor(values, dtype=dtype, device=device)
+    ranges = [number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)]
+    return iter(join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values)))
 
 
 def _copied(value: Any, options: SaveOptions) -> Any:

@@ -9,6 +9,7 @@ same on every rank; no more than a batch is in flight.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -65,6 +66,7 @@ def redistribute(
     group: dist.ProcessGroup,
     *,
     device: torch.device | None = None,
+    shapes: Sequence[Sequence[int]] | None = None,
     batch_nbytes: int | None = None,
 ) -> Iterator[Tensor]:
     """Yield this rank's part of each tensor under ``targets``, freshly allocated, from its part under ``sources``.
@@ -72,13 +74,14 @@ def redistribute(
     ``pieces`` are 1-D, numel 0 where this rank holds nothing, and are taken batch by batch: a generator need not hold
     them all. Ranks pass the same dtypes and partitions in the same order. Collective: every rank consumes it to
     its end. ``device``: where the transfer takes place and the results stay; by default where the pieces are.
-    ``batch_nbytes``: how much is moved at once, over all ranks, BATCH_NBYTES by default.
-    See [Note: Few large transfers]. Raises ValueError for a piece that is not what the source partition says.
+    ``shapes``: of the results, this rank's own; 1-D by default. ``batch_nbytes``: how much is moved at once, over all
+    ranks, BATCH_NBYTES by default. See [Note: Few large transfers]. Raises ValueError for a piece that is not what the
+    source partition says.
     """
     first = 0
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
         end = first + len(batch)
-        yield from _exchange(batch, sources[first:end], targets[first:end], group)
+        yield from _exchange(batch, sources[first:end], targets[first:end], group, shapes and shapes[first:end])
         first = end
 
 
@@ -88,10 +91,11 @@ def gather(
     group: dist.ProcessGroup,
     *,
     device: torch.device | None = None,
+    shapes: Sequence[Sequence[int]] | None = None,
     rank0_only: bool = False,
     batch_nbytes: int | None = None,
 ) -> Iterator[Tensor | None]:
-    """Yield the whole of each tensor, 1-D and freshly allocated; with ``rank0_only`` None on the other ranks.
+    """Yield the whole of each tensor, freshly allocated; with ``rank0_only`` None on the other ranks.
 
     Memory beyond the results: one batch, or what lies between two beginnings of a flat parameter in ``sources`` if
     that is more. Arguments, collective behaviour and errors as for ``redistribute``.
@@ -99,13 +103,15 @@ def gather(
     if rank0_only:
         targets = [rank0_partition(source.numel) for source in sources]
         held = group.rank() == 0
-        for whole in redistribute(pieces, sources, targets, group, device=device, batch_nbytes=batch_nbytes):
+        shapes = shapes if held else None
+        moved = redistribute(pieces, sources, targets, group, device=device, shapes=shapes, batch_nbytes=batch_nbytes)
+        for whole in moved:
             yield whole if held else None
         return
     first = 0
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _begins):
         end = first + len(batch)
-        yield from _gather_batch(batch, sources[first:end], group)
+        yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end])
         first = end
 
 
@@ -144,50 +150,77 @@ def _batches(
 # ----------------------------------------------------------------- one batch
 
 
+class _Plan(NamedTuple):
+    """See ``_C.exchange_plan``; all in bytes."""
+
+    held: list[int]
+    made: list[int]
+    sent: list[int]
+    sent_nbytes: list[int]
+    received_nbytes: list[int]
+    parts: list[int]
+    part_counts: list[int]
+
+    @classmethod
+    def of(
+        cls, pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], rank: int, world: int
+    ) -> _Plan:
+        sizes = [piece.element_size() for piece in pieces]
+        return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), rank, world, False))
+
+    @classmethod
+    def of_gathering(cls, pieces: list[Tensor], sources: Sequence[Partition], world: int) -> _Plan:
+        """Of rank 0 making the whole tensors, which every rank does alike."""
+        targets = [rank0_partition(source.numel) for source in sources]
+        sizes = [piece.element_size() for piece in pieces]
+        return cls(*_C.exchange_plan(zip(sources, targets, sizes, strict=True), 0, world, True))
+
+    def assemble(self, received: Tensor, pieces: list[Tensor], shapes: Sequence[Sequence[int]] | None) -> list[Tensor]:
+        """The tensors, in the dtypes of ``pieces``."""
+        if shapes is None:
+            shapes = [(nbytes // piece.element_size(),) for nbytes, piece in zip(self.made, pieces, strict=True)]
+        return join_ranges([received, *pieces], self.parts, self.part_counts, pieces, shapes)
+
+
+def join_ranges(
+    sources: list[Tensor],
+    ranges: list[int],
+    counts: list[int],
+    likes: list[Tensor],
+    shapes: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """New tensors of ``shapes``, in the dtypes of ``likes``, each joined of ``counts`` byte ranges of the sources.
+
+    ``ranges``: (source, start, nbytes) of each, one behind the other in one list. Sources are contiguous.
+    """
+    if sources[0].device.type != "cpu":
+        return _join_elsewhere(sources, ranges, counts, likes, shapes)
+    ndims, sizes = list(map(len, shapes)), list(itertools.chain.from_iterable(shapes))
+    return torch.ops.fsdp_c.join_ranges(sources, ranges, counts, likes, ndims, sizes)
+
+
+def _join_elsewhere(
+    sources: list[Tensor],
+    ranges: list[int],
+    counts: list[int],
+    likes: list[Tensor],
+    shapes: Sequence[Sequence[int]],
+) -> list[Tensor]:
+    """The same on devices whose memory the op cannot reach."""
+    data = [source.view(-1).view(torch.uint8) for source in sources]
+    triples = iter(zip(*[iter(ranges)] * 3, strict=True))
+    joined = []
+    for count, like, shape in zip(counts, likes, shapes, strict=True):
+        parts = [data[source][start : start + nbytes] for source, start, nbytes in itertools.islice(triples, count)]
+        joined.append(torch.cat([*parts, data[0][:0]]).view(like.dtype).view(shape))
+    return joined
+
+
 def _wire_dtype(pieces: list[Tensor]) -> torch.dtype:
     """The dtype of a batch, or bytes when it is mixed or one that backends may not know."""
     dtype = pieces[0].dtype
     common = dtype.is_floating_point and dtype.itemsize > 1 and all(piece.dtype == dtype for piece in pieces)
     return dtype if common else torch.uint8
-
-
-class _Plan:
-    """What moves in one batch, and how the tensors are made of what arrives."""
-
-    def __init__(
-        self, pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], rank: int, world: int
-    ) -> None:
-        """``rank``: whose new parts are made; with ``targets`` on rank 0 anybody may play it."""
-        self.wire = _wire_dtype(pieces)
-        itemsize = self.wire.itemsize
-        scales = [piece.element_size() // itemsize for piece in pieces]
-        plan = _C.exchange_plan(zip(sources, targets, scales, strict=True), rank, world)
-        self.held, self.outgoing, self.incoming, self.senders = plan
-        self.numels = [sum(each) for each in self.incoming]
-
-    def wired(self, pieces: list[Tensor]) -> list[Tensor]:
-        return [_as(piece, self.wire) for piece in pieces]
-
-    def split(self, peer: int, received: Tensor) -> Iterator[Tensor]:
-        """The parts in what ``peer`` sent."""
-        return iter(received.split(self.incoming[peer]) if self.incoming[peer] else ())
-
-    def assemble(self, parts: list[Iterator[Tensor]], pieces: list[Tensor]) -> list[Tensor]:
-        """The tensors, from the parts by peer, in the dtypes of ``pieces``."""
-        return [
-            _joined([next(parts[peer]) for peer in peers], piece)
-            for peers, piece in zip(self.senders, pieces, strict=True)
-        ]
-
-
-def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.view(dtype)
-
-
-def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
-    if not parts:
-        return like.new_empty(0)
-    return _as(torch.cat(parts) if len(parts) > 1 else parts[0].clone(), like.dtype)
 
 
 def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> None:
@@ -202,42 +235,45 @@ def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> Non
 
 
 def _exchange(
-    pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], group: dist.ProcessGroup
+    pieces: list[Tensor],
+    sources: Sequence[Partition],
+    targets: Sequence[Partition],
+    group: dist.ProcessGroup,
+    shapes: Sequence[Sequence[int]] | None,
 ) -> list[Tensor]:
     """The parts under ``targets``: one all-to-all of what changes ranks."""
     rank = group.rank()
-    plan = _Plan(pieces, sources, targets, rank, group.size())
-    wired = plan.wired(pieces)
-    if [wire.numel() for wire in wired] != plan.held or any(piece.dim() != 1 for piece in pieces):
+    plan = _Plan.of(pieces, sources, targets, rank, group.size())
+    if [piece.nbytes for piece in pieces] != plan.held or any(piece.dim() != 1 for piece in pieces):
         _check(pieces, sources, rank)
-    outgoing = [[wired[index].narrow(0, start, numel) for index, start, numel in each] for each in plan.outgoing]
-    kept, outgoing[rank] = outgoing[rank], []
-    numels = [0 if peer == rank else numel for peer, numel in enumerate(plan.numels)]
-    received = _all_to_all(outgoing, numels, wired[0], group)
-    parts = [iter(kept) if peer == rank else plan.split(peer, data) for peer, data in enumerate(received)]
-    return plan.assemble(parts, pieces)
+    like = pieces[0].new_empty(0, dtype=_wire_dtype(pieces))
+    numels = [nbytes // like.itemsize for nbytes in plan.sent_nbytes]
+    (sent,) = join_ranges(pieces, plan.sent, [len(plan.sent) // 3], [like], [(sum(numels),)])
+    splits = [nbytes // like.itemsize for nbytes in plan.received_nbytes]
+    received = like.new_empty(sum(splits))
+    dist.all_to_all_single(received, sent, splits, numels, group=group)
+    return plan.assemble(received, pieces, shapes)
 
 
-def _all_to_all(
-    outgoing: list[list[Tensor]], numels: list[int], wire: Tensor, group: dist.ProcessGroup
+def _gather_batch(
+    pieces: list[Tensor],
+    sources: Sequence[Partition],
+    group: dist.ProcessGroup,
+    shapes: Sequence[Sequence[int]] | None,
 ) -> list[Tensor]:
-    """What each rank sent to this one, ``numels`` elements each; ``wire`` is any tensor of the dtype and device."""
-    sent = torch.cat([data for each in outgoing for data in each] or [wire.new_empty(0)])
-    received = wire.new_empty(sum(numels))
-    dist.all_to_all_single(received, sent, numels, [sum(map(len, each)) for each in outgoing], group=group)
-    return list(received.split(numels))
-
-
-def _gather_batch(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> list[Tensor]:
     """The whole tensors: one all-gather of what each rank holds, padded to the longest."""
     _check(pieces, sources, group.rank())
-    plan = _Plan(pieces, sources, [rank0_partition(source.numel) for source in sources], 0, group.size())
-    sent = pieces[0].new_empty(max(plan.numels), dtype=plan.wire)
-    torch.cat(plan.wired(pieces), out=sent[: plan.numels[group.rank()]])
+    plan = _Plan.of_gathering(pieces, sources, group.size())
+    wire = _wire_dtype(pieces)
+    sent = pieces[0].new_empty(max(plan.received_nbytes) // wire.itemsize, dtype=wire)
+    torch.cat([_as(piece, wire) for piece in pieces], out=sent[: plan.received_nbytes[group.rank()] // wire.itemsize])
     received = sent.new_empty(len(sent) * group.size())
     _all_gather_single(received, sent, group=group)
-    if len(pieces) == 1 and sources[0].offset == 0 and len(received) - sum(plan.numels) < len(sent):
-        return [_as(received[: sum(plan.numels)], pieces[0].dtype)]  # in order as it is, the padding behind it
-    rows = received.view(group.size(), len(sent))
-    parts = [plan.split(peer, rows[peer, :numel]) for peer, numel in enumerate(plan.numels)]
-    return plan.assemble(parts, pieces)
+    if len(pieces) == 1 and sources[0].offset == 0 and received.nbytes - plan.made[0] < sent.nbytes:
+        whole = _as(received[: plan.made[0] // wire.itemsize], pieces[0].dtype)  # in order, the padding behind it
+        return [whole.view(shapes[0]) if shapes else whole]
+    return plan.assemble(received, pieces, shapes)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.view(dtype)

@@ -35,6 +35,8 @@ class ParamForm(NamedTuple):
     order: tuple[int, ...] | None  # its dimensions from the outermost in memory; None for a contiguous one
     shard: Partition
     rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
+    memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
+    own_rows: tuple[int, ...]  # so of this rank's rows
 
 
 def param_forms(unit: Any) -> list[ParamForm]:
@@ -53,8 +55,17 @@ def _param_forms(unit: Any) -> list[ParamForm]:
         by_rows = shape or unit._device_mesh is None
         by_rows = by_rows and (order is None or order[0] == 0)
         rows = chunk_partition(shape, unit.world_size) if by_rows else None
-        forms.append(ParamForm(fqn, torch.Size(shape), order, shard_partition(layout, index), rows))
+        memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
+        own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, unit.rank) if rows else 0))
+        forms.append(
+            ParamForm(fqn, torch.Size(shape), order, shard_partition(layout, index), rows, memory_shape, own_rows)
+        )
     return forms
+
+
+def _numel_of(partition: Partition, rank: int) -> int:
+    start, end = partition.bounds(rank)
+    return end - start
 
 
 def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
@@ -67,12 +78,14 @@ def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
     return (tensor if order is None else tensor.permute(order)).reshape(-1)
 
 
-def from_memory_order(flat: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
-    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives."""
-    if order is None:
-        return flat.view(shape)
-    inverse = sorted(range(len(order)), key=lambda dim: order[dim])
-    return flat.view([shape[dim] for dim in order]).permute(inverse)
+def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
+    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives, in any shape."""
+    return tensor.view(shape) if order is None else dims_from_memory(tensor.view([shape[dim] for dim in order]), order)
+
+
+def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """A view of a tensor of a ``memory_shape`` with the dimensions in their own order."""
+    return tensor if order is None else tensor.permute(sorted(range(len(order)), key=lambda dim: order[dim]))
 
 
 def rows_shape(shape: torch.Size, numel: int) -> list[int]:
@@ -118,22 +131,19 @@ def _rows_of_one_group(
     items: list[tuple[Any, ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
     direct = [(form, piece) for _, form, piece in items if form.rows is not None]
-    flat_rows = redistribute(
+    rows = redistribute(
         (piece for _, piece in direct),
         [form.shard for form, _ in direct],
         [form.rows for form, _ in direct if form.rows is not None],
         group,
         device=device,
+        shapes=[form.own_rows for form, _ in direct],
     )
-    rows = iter([_shaped_rows(flat, form) for (form, _), flat in zip(direct, flat_rows, strict=True)])
+    moved = iter([dims_from_memory(own, form.order) for (form, _), own in zip(direct, rows, strict=True)])
     others = [(form, piece) for _, form, piece in items if form.rows is None]
     wholes = gather((piece for _, piece in others), [form.shard for form, _ in others], group, device=device)
     parts = iter([_own_rows(flat, form, group) for (form, _), flat in zip(others, wholes, strict=True)])
-    return [next(rows) if form.rows is not None else next(parts) for _, form, _ in items]
-
-
-def _shaped_rows(flat: Tensor, form: ParamForm) -> Tensor:
-    return from_memory_order(flat, rows_shape(form.shape, flat.numel()), form.order)
+    return [next(moved) if form.rows is not None else next(parts) for _, form, _ in items]
 
 
 def _own_rows(flat: Tensor | None, form: ParamForm, group: dist.ProcessGroup) -> Tensor:
@@ -228,6 +238,7 @@ class _Places:
             per_node = torch.get_device_module(device_type).device_count()
             self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
         self.specs: dict[int, ChunkShardingSpec] = {}
+        self.properties: dict[torch.dtype, TensorProperties] = {}
         self.rows: dict[torch.Size, list[ShardMetadata]] = {}  # of shapes; many tensors have one, and none changes it
 
     @classmethod
@@ -252,6 +263,12 @@ class _Places:
             offsets = [start, *[0] * (len(shape) - 1)]
             yield ShardMetadata(offsets, [min(step, shape[0] - start), *shape[1:]], device)
 
+    def _properties(self, local: Tensor) -> TensorProperties:
+        if local.dtype not in self.properties:
+            self.properties[local.dtype] = TensorProperties(local.dtype)
+        pinned = torch.cuda.is_initialized() and local.is_pinned()
+        return TensorProperties(local.dtype, pin_memory=True) if pinned else self.properties[local.dtype]
+
     def _spec(self, shards: list[ShardMetadata]) -> ShardingSpec:
         if len(shards) == 1:
             return EnumerableShardingSpec(shards)
@@ -261,20 +278,26 @@ class _Places:
 
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
         """As ShardedTensor's own constructors build one, without their checks of what was computed just now."""
-        properties = TensorProperties(local.dtype, pin_memory=torch.cuda.is_initialized() and local.is_pinned())
+        properties = self._properties(local)
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
         )
-        tensor.__dict__.update(
+        vars(tensor).update(
             _sharding_spec=self._spec(shards),
             _metadata=ShardedTensorMetadata(shards, shape, properties),
-            _local_shards=[Shard(local, shards[self.rank])] if self.rank < len(shards) else [],
+            _local_shards=[_shard(local, shards[self.rank])] if self.rank < len(shards) else [],
             _process_group=self.group,
             _init_rrefs=False,
             _sharded_tensor_id=None,
             _remote_shards={},
         )
         return tensor
+
+
+def _shard(local: Tensor, metadata: ShardMetadata) -> Shard:
+    shard = Shard.__new__(Shard)
+    shard.tensor, shard.metadata = local, metadata
+    return shard
 
 
 def _dtensor(rows: Tensor, form: ParamForm, mesh: DeviceMesh) -> DTensor:
@@ -317,7 +340,7 @@ def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
             f"{fqn}: Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {unit.rank}; "
             "load through torch.distributed.checkpoint, which divides it anew"
         )
-    numel = _rows_numel(unit, form)
+    numel = _numel_of(form.rows or chunk_partition(form.shape, unit.world_size), unit.rank)
     found = shards[0].tensor.numel() if shards else 0
     if found != numel:
         raise AssertionError(
@@ -325,11 +348,6 @@ def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
             "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
         )
     return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-
-
-def _rows_numel(unit: Any, form: ParamForm) -> int:
-    start, end = chunk_partition(form.shape, unit.world_size).bounds(unit.rank)
-    return end - start
 
 
 def _rows_of_dtensor(value: DTensor, unit: Any) -> Tensor:

@@ -42,7 +42,7 @@ from fsdp_c.state_dict_saving import (
     put_sharded_values,
     sharded_rows,
 )
-from fsdp_c.traversal import WRAPPED_PREFIX, clean_name, units_of
+from fsdp_c.traversal import WRAPPED_PREFIX, clean_name, is_unit, units_of
 from fsdp_c.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
@@ -340,6 +340,8 @@ def _enter(fsdp_module: Any, stack: contextlib.ExitStack) -> None:
 
 def _finish_buffers(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Drop, offload or cast back the persistent buffers of the unit."""
+    if not _has_buffers(fsdp_module._fsdp_wrapped_module):
+        return
     first_names: dict[Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
     for name, buffer in fsdp_module._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
         key = prefix + clean_name(name)
@@ -350,6 +352,13 @@ def _finish_buffers(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -
             del state_dict[key]
         else:
             state_dict[key] = _finished_buffer(fsdp_module, first_name, state_dict[key])
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    """Most models have none, and to name them all takes longer than to look. Inner units look for their own."""
+    if module._buffers:
+        return True
+    return any(child is not None and not is_unit(child) and _has_buffers(child) for child in module._modules.values())
 
 
 def _finished_buffer(fsdp_module: Any, name: str, buffer: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from fsdp_c.redistribution import gather
 from fsdp_c.sharded_values import (
     ParamForm,
     by_group,
+    dims_from_memory,
     flat_value,
     from_memory_order,
     own_rows,
@@ -117,13 +118,14 @@ def _gathered(group: Any, units: Sequence[Any], rank0_only: bool, offload_to_cpu
         [form.shard for _, form, _ in items],
         group,
         device=units[0].compute_device,
+        shapes=[form.memory_shape for _, form, _ in items],
         rank0_only=rank0_only,
         batch_nbytes=max(largest, FULL_BATCH_NBYTES),
     )
     values: dict[Any, list[Tensor]] = {unit: [] for unit in units}
     for (unit, form, _), flat in zip(items, wholes, strict=True):
         if flat is not None:
-            whole = from_memory_order(flat, form.shape, form.order)
+            whole = dims_from_memory(flat, form.order)
             values[unit].append(whole.cpu() if offload_to_cpu else whole)
     return values
 

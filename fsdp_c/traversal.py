@@ -127,8 +127,10 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, nn.Module]]:
         visited.add(current)
         if is_unit(current):
             found.append((path, current))
-        children = [(joined(path, name), child) for name, child in current.named_children()]
-        pending.extend(reversed(children))
+        children = current._modules
+        if children:  # most modules are leaves
+            prefix = path + "." if path else ""
+            pending.extend((prefix + name, child) for name, child in reversed(children.items()) if child is not None)
     return found
 
 

@@ -2,7 +2,9 @@
 
 #include <stdbool.h>
 
+#include "base/memory.h"
 #include "layout/boxes.h"
+#include "layout/exchange.h"
 #include "layout/partition.h"
 
 /* Append `item`, taking the reference. 0, or -1 also for a NULL item. */
@@ -71,93 +73,78 @@ static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
 
 /* Exchange plans */
 
-/* What one rank sends and receives: new references, filled tensor by tensor. */
-struct plan {
-    PyObject *held;     /* numel of this rank's part of each tensor before, in wire elements */
-    PyObject *outgoing; /* by peer: (tensor, start in this rank's part, numel) */
-    PyObject *incoming; /* by peer: numels */
-    PyObject *senders;  /* of each tensor: the peers that its parts come from, in order */
-};
-
-static PyObject *new_lists(Py_ssize_t count) {
-    PyObject *lists = PyList_New(0);
-    for (Py_ssize_t i = 0; lists && i < count; i++) {
-        if (append_new(lists, PyList_New(0)) < 0)
-            Py_CLEAR(lists);
-    }
-    return lists;
+static PyObject *int_list(const int64_t *values, size_t count) {
+    PyObject *list = PyList_New(0);
+    bool failed = !list;
+    for (size_t i = 0; !failed && i < count; i++)
+        failed = append_new(list, PyLong_FromLongLong(values[i])) < 0;
+    if (failed)
+        Py_CLEAR(list);
+    return list;
 }
 
-static int plan_outgoing(struct plan *plan, long long tensor, const struct partition *source,
-                         const struct partition *target, long long rank, long long scale) {
-    const struct partition_range own = partition_of_rank(source, rank);
-    int result = append_new(plan->held, PyLong_FromLongLong((own.end - own.start) * scale));
-    for (int64_t start = own.start; !result && start < own.end;) {
-        const struct partition_range part = partition_next(target, start, own.end);
-        PyObject *list = PyList_GetItem(plan->outgoing, (Py_ssize_t)part.rank); /* borrowed */
-        result = !list ? -1
-                       : append_new(list, Py_BuildValue("(LLL)", tensor, (long long)(part.start - own.start) * scale,
-                                                        (long long)(part.end - part.start) * scale));
-        start = part.end;
+/* (source, start, nbytes) of each range, one behind the other: what an op takes as int[]. */
+static PyObject *range_list(const struct exchange_ranges *ranges) {
+    PyObject *list = PyList_New(0);
+    bool failed = !list;
+    for (size_t i = 0; !failed && i < ranges->count; i++) {
+        const struct exchange_range *range = &ranges->items[i];
+        failed = append_new(list, PyLong_FromLongLong(range->source)) < 0 ||
+                 append_new(list, PyLong_FromLongLong(range->start)) < 0 ||
+                 append_new(list, PyLong_FromLongLong(range->nbytes)) < 0;
     }
+    if (failed)
+        Py_CLEAR(list);
+    return list;
+}
+
+static int read_exchange_tensor(PyObject *item, struct exchange_tensor *tensor) {
+    long long element_nbytes;
+    if (!PyArg_ParseTuple(item, "O&O&L;expected (source, target, element_nbytes)", read_partition, &tensor->source,
+                          read_partition, &tensor->target, &element_nbytes))
+        return -1;
+    tensor->element_nbytes = element_nbytes;
+    return 0;
+}
+
+static PyObject *plan_of(const struct exchange_tensor *tensors, size_t count, long long rank, long long world_size,
+                         bool gathered) {
+    struct exchange plan;
+    const enum status status = exchange_init(&plan, tensors, count, rank, world_size, gathered);
+    if (status == STATUS_NO_MEMORY)
+        return PyErr_NoMemory();
+    if (status)
+        return PyErr_Format(PyExc_ValueError,
+                            "no plan for rank %lld of %lld: partitions of different numels, sizes out "
+                            "of range, or elements behind the last rank",
+                            rank, world_size);
+    PyObject *result = Py_BuildValue("(NNNNNNN)", int_list(plan.held_nbytes, count), int_list(plan.made_nbytes, count),
+                                     range_list(&plan.sent), int_list(plan.sent_nbytes, (size_t)world_size),
+                                     int_list(plan.received_nbytes, (size_t)world_size), range_list(&plan.parts),
+                                     int_list(plan.part_counts, count));
+    exchange_free(&plan);
     return result;
 }
 
-static int plan_incoming(struct plan *plan, const struct partition *source, const struct partition *target,
-                         long long rank, long long scale) {
-    const struct partition_range own = partition_of_rank(target, rank);
-    PyObject *senders = PyList_New(0);
-    int result = senders ? 0 : -1;
-    for (int64_t start = own.start; !result && start < own.end;) {
-        const struct partition_range part = partition_next(source, start, own.end);
-        PyObject *list = PyList_GetItem(plan->incoming, (Py_ssize_t)part.rank); /* borrowed */
-        if (!list || append_new(list, PyLong_FromLongLong((part.end - part.start) * scale)) < 0 ||
-            append_new(senders, PyLong_FromLongLong(part.rank)) < 0)
-            result = -1;
-        start = part.end;
-    }
-    if (result)
-        Py_CLEAR(senders);
-    return append_new(plan->senders, senders);
-}
-
-static int plan_tensor(struct plan *plan, PyObject *item, long long tensor, long long rank) {
-    struct partition source, target;
-    long long scale;
-    if (!PyArg_ParseTuple(item, "O&O&L;expected (source, target, scale)", read_partition, &source, read_partition,
-                          &target, &scale))
-        return -1;
-    if (source.numel != target.numel || scale < 1 || source.numel > INT64_MAX / scale) {
-        PyErr_Format(PyExc_ValueError, "tensor %lld: partitions of %lld and of %lld elements, scale %lld", tensor,
-                     (long long)source.numel, (long long)target.numel, scale);
-        return -1;
-    }
-    return plan_outgoing(plan, tensor, &source, &target, rank, scale) < 0
-               ? -1
-               : plan_incoming(plan, &source, &target, rank, scale);
-}
-
 static PyObject *exchange_plan(PyObject *self, PyObject *args) {
-    PyObject *tensors, *item, *result = NULL;
-    long long rank, world_size, count = 0;
+    PyObject *given, *result = NULL;
+    long long rank, world_size;
+    int gathered;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OLL:exchange_plan", &tensors, &rank, &world_size))
+    if (!PyArg_ParseTuple(args, "OLLp:exchange_plan", &given, &rank, &world_size, &gathered))
         return NULL;
-    struct plan plan = {PyList_New(0), new_lists((Py_ssize_t)world_size), new_lists((Py_ssize_t)world_size),
-                        PyList_New(0)};
-    PyObject *iterator = PyObject_GetIter(tensors);
-    bool failed = !iterator || !plan.held || !plan.outgoing || !plan.incoming || !plan.senders;
-    while (!failed && (item = PyIter_Next(iterator))) {
-        failed = plan_tensor(&plan, item, count++, rank) < 0;
-        Py_DECREF(item);
-    }
-    if (!failed && !PyErr_Occurred())
-        result = PyTuple_Pack(4, plan.held, plan.outgoing, plan.incoming, plan.senders);
-    Py_XDECREF(plan.held);
-    Py_XDECREF(plan.outgoing);
-    Py_XDECREF(plan.incoming);
-    Py_XDECREF(plan.senders);
-    Py_XDECREF(iterator);
+    PyObject *items = PySequence_Tuple(given);
+    const Py_ssize_t count = items ? PyTuple_Size(items) : 0;
+    struct exchange_tensor *tensors = items ? mem_new_array((size_t)count, sizeof *tensors) : NULL;
+    bool failed = !tensors;
+    for (Py_ssize_t i = 0; !failed && i < count; i++)
+        failed = read_exchange_tensor(PyTuple_GetItem(items, i), &tensors[i]) < 0;
+    if (!failed)
+        result = plan_of(tensors, (size_t)count, rank, world_size, gathered);
+    else if (!PyErr_Occurred())
+        PyErr_NoMemory();
+    mem_free(tensors);
+    Py_XDECREF(items);
     return result;
 }
 
@@ -223,8 +210,9 @@ static PyMethodDef functions[] = {
      "partition_overlaps(mine, theirs, rank, /)\n--\n\n"
      "For what `rank` holds under `mine`: (rank under `theirs`, offset in what is held, numel) in order."},
     {"exchange_plan", exchange_plan, METH_VARARGS,
-     "exchange_plan(tensors, rank, world_size, /)\n--\n\n"
-     "What a rank sends and receives to bring tensors, each (source, target, scale), from one partition to another."},
+     "exchange_plan(tensors, rank, world_size, gathered, /)\n--\n\n"
+     "What a rank sends, receives and joins to bring tensors, each (source, target, element_nbytes), to other "
+     "partitions."},
     {"flat_range_boxes", flat_range_boxes, METH_VARARGS,
      "flat_range_boxes(shape, start, end, /)\n--\n\n"
      "The boxes (offsets, sizes) of a contiguous tensor that hold its elements [start, end), in that order."},

@@ -37,6 +37,7 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                                          \
     X(int32_t, aoti_torch_dtype_float16, (void))                                                                           \
     X(int32_t, aoti_torch_layout_strided, (void))                                                                          \
+    X(size_t, aoti_torch_dtype_element_size, (int32_t dtype))                                                              \
     X(uint64_t, aoti_torch_abi_version, (void))                                                                            \
     X(bool, aoti_torch_grad_mode_is_enabled, (void))                                                                       \
     X(void, aoti_torch_grad_mode_set_enabled, (bool enabled))                                                              \
