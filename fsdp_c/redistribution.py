@@ -78,10 +78,10 @@ def redistribute(
     ranks, BATCH_NBYTES by default. See [Note: Few large transfers]. Raises ValueError for a piece that is not what the
     source partition says.
     """
-    first = 0
+    first, space = 0, _Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
         end = first + len(batch)
-        yield from _exchange(batch, sources[first:end], targets[first:end], group, shapes and shapes[first:end])
+        yield from _exchange(batch, sources[first:end], targets[first:end], group, shapes and shapes[first:end], space)
         first = end
 
 
@@ -108,10 +108,10 @@ def gather(
         for whole in moved:
             yield whole if held else None
         return
-    first = 0
+    first, space = 0, _Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _begins):
         end = first + len(batch)
-        yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end])
+        yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end], space)
         first = end
 
 
@@ -148,6 +148,21 @@ def _batches(
 
 
 # ----------------------------------------------------------------- one batch
+
+
+class _Space:
+    """Memory for what is received, of use to all batches: fresh pages cost as much as the transfer."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def take(self, like: Tensor, numel: int) -> Tensor:
+        """A 1-D tensor as ``like``, valid until the next one is taken."""
+        last = self._last
+        if last is None or last.dtype != like.dtype or last.device != like.device or len(last) < numel:
+            self._last = last = None  # the old memory goes before the new comes
+            self._last = last = like.new_empty(numel)
+        return last[:numel]
 
 
 class _Plan(NamedTuple):
@@ -240,6 +255,7 @@ def _exchange(
     targets: Sequence[Partition],
     group: dist.ProcessGroup,
     shapes: Sequence[Sequence[int]] | None,
+    space: _Space,
 ) -> list[Tensor]:
     """The parts under ``targets``: one all-to-all of what changes ranks."""
     rank = group.rank()
@@ -250,8 +266,9 @@ def _exchange(
     numels = [nbytes // like.itemsize for nbytes in plan.sent_nbytes]
     (sent,) = join_ranges(pieces, plan.sent, [len(plan.sent) // 3], [like], [(sum(numels),)])
     splits = [nbytes // like.itemsize for nbytes in plan.received_nbytes]
-    received = like.new_empty(sum(splits))
+    received = space.take(like, sum(splits))
     dist.all_to_all_single(received, sent, splits, numels, group=group)
+    del sent  # before as much is made anew
     return plan.assemble(received, pieces, shapes)
 
 
@@ -260,19 +277,49 @@ def _gather_batch(
     sources: Sequence[Partition],
     group: dist.ProcessGroup,
     shapes: Sequence[Sequence[int]] | None,
+    space: _Space,
 ) -> list[Tensor]:
     """The whole tensors: one all-gather of what each rank holds, padded to the longest."""
     _check(pieces, sources, group.rank())
     plan = _Plan.of_gathering(pieces, sources, group.size())
-    wire = _wire_dtype(pieces)
-    sent = pieces[0].new_empty(max(plan.received_nbytes) // wire.itemsize, dtype=wire)
-    torch.cat([_as(piece, wire) for piece in pieces], out=sent[: plan.received_nbytes[group.rank()] // wire.itemsize])
-    received = sent.new_empty(len(sent) * group.size())
-    _all_gather_single(received, sent, group=group)
-    if len(pieces) == 1 and sources[0].offset == 0 and received.nbytes - plan.made[0] < sent.nbytes:
-        whole = _as(received[: plan.made[0] // wire.itemsize], pieces[0].dtype)  # in order, the padding behind it
+    row_nbytes = max(plan.received_nbytes)
+    sent = _adjacent(pieces, row_nbytes)
+    sent = _packed(pieces, row_nbytes) if sent is None else sent
+    if len(pieces) == 1 and sources[0].offset == 0 and row_nbytes * group.size() - plan.made[0] < row_nbytes:
+        received = sent.new_empty(len(sent) * group.size())  # the result itself, with the padding behind it
+        _all_gather_single(received, sent, group=group)
+        whole = _as(received[: plan.made[0] // received.itemsize], pieces[0].dtype)
         return [whole.view(shapes[0]) if shapes else whole]
+    received = space.take(sent, len(sent) * group.size())
+    _all_gather_single(received, sent, group=group)
+    del sent  # before as much is made anew
     return plan.assemble(received, pieces, shapes)
+
+
+def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:
+    """A copy of all, one behind the other, then padding up to ``nbytes``."""
+    wire = _wire_dtype(pieces)
+    sent = pieces[0].new_empty(nbytes // wire.itemsize, dtype=wire)
+    torch.cat(
+        [_as(piece, wire) for piece in pieces], out=sent[: sum(piece.nbytes for piece in pieces) // wire.itemsize]
+    )
+    return sent
+
+
+def _adjacent(pieces: list[Tensor], nbytes: int) -> Tensor | None:
+    """A view of ``nbytes`` that begins with all pieces, where they lie one behind the other as in a shard."""
+    held = [piece for piece in pieces if piece.numel()]
+    if not held or _wire_dtype(pieces) != held[0].dtype:
+        return None
+    first, at = held[0], held[0].data_ptr()
+    for piece in held:
+        if piece.data_ptr() != at or piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return None
+        at += piece.nbytes
+    start = first.storage_offset()
+    if start * first.itemsize + nbytes > first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((nbytes // first.itemsize,), (1,), start)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -102,6 +103,33 @@ def test_piece_of_another_size_is_refused(rank, world_size):
     source = Partition(10, 6, 0)
     with pytest.raises(ValueError, match=f"rank {rank} passes a piece of shape .3,. where its part has {6 - 2 * rank}"):
         list(redistribute([torch.zeros(3)], [source], [source], dist.group.WORLD))
+
+
+@pytest.mark.parametrize("shapes", [[(2, 3), ()], [(6,), (1, 1)]])
+def test_ranges_are_joined_alike_where_the_op_cannot_reach(shapes):
+    sources = [torch.arange(12.0), torch.arange(5, dtype=torch.int64)]
+    likes = [torch.empty(0), torch.empty(0, dtype=torch.int64)]
+    arguments = (sources, [0, 8, 16, 0, 40, 8, 1, 24, 8], [2, 1], likes, shapes)
+    joined, elsewhere = redistribution.join_ranges(*arguments), redistribution._join_elsewhere(*arguments)
+    assert torch.equal(joined[0], torch.tensor([2.0, 3, 4, 5, 10, 11]).view(shapes[0]))
+    assert torch.equal(joined[1], torch.tensor(3).view(shapes[1]))
+    for one, other in zip(joined, elsewhere, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_pieces_that_lie_in_one_memory_are_sent_from_there(rank, world_size):
+    """Not packed first; the last rank's padding is sent with them."""
+    shard = torch.arange(6.0) + 6 * rank
+    sources = [Partition(4, 6, 0), Partition(7, 6, 4)]
+    pieces = [shard[:4], shard[4:]] if rank == 0 else [shard[:0], shard[:5]]
+    packed = []
+    with mock.patch.object(redistribution, "_packed", lambda *given: packed.append(given)):
+        first, second = gather(pieces, sources, dist.group.WORLD)
+    assert not packed
+    assert torch.equal(first, torch.arange(4.0))
+    assert torch.equal(second, torch.arange(4.0, 11.0))
 
 
 def test_random_partitions_cover_each_element_once():
