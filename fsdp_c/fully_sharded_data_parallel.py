@@ -21,12 +21,12 @@ from torch.distributed.fsdp._common_utils import _FSDPState
 
 from fsdp_c import (
     _C,
+    agreement,
     buffers,
     construction,
     forward_methods,
     grad_clipping,
     materialization,
-    plan,
     state_dict,
     unshard_params,
 )
@@ -353,7 +353,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         units = units_with_paths(self)
         error = _tree_error(self, units)
         if not alone:
-            plan.agree(self, units, error)
+            agreement.agree(self, units, error)
         elif error is not None:
             raise error
         members = [unit for _, unit in units]

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib
+import importlib.util
 import inspect
+import multiprocessing.spawn
 import runpy
 import sys
 from pathlib import Path
@@ -27,7 +28,7 @@ from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
 from fsdp_c.traversal import is_unit
 
-__all__ = ["install", "is_installed", "run_script", "uninstall"]
+__all__ = ["install", "is_installed", "run_module", "run_script", "uninstall"]
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -191,18 +192,60 @@ def _alive(kind: type) -> int:
 
 
 def run_script(path: str, args: list[str]) -> None:
-    """Install, then run the script at ``path`` as ``python path *args`` would. Raises FileNotFoundError without one."""
-    if not Path(path).exists():
+    """Install, then run the script at ``path`` as ``python path *args`` would, in processes that it spawns as well.
+
+    Raises FileNotFoundError without one.
+    """
+    if not Path(path).is_file():
         raise FileNotFoundError(f"no script {path!r} to run")
-    install()
-    sys.argv = [path, *args]
-    sys.path[0] = str(Path(path).resolve().parent)
+    _start(path, args, str(Path(path).resolve().parent))
     runpy.run_path(path, run_name="__main__")
 
 
 def run_module(name: str, args: list[str]) -> None:
-    """Install, then run the module ``name`` as ``python -m name *args`` would."""
-    install()
-    sys.argv = [name, *args]
-    sys.path[0] = str(Path.cwd())
+    """Install, then run the module ``name`` as ``python -m name *args`` would, in processes that it spawns as well.
+
+    Raises ModuleNotFoundError without one.
+    """
+    importlib.invalidate_caches()
+    if not _is_there(name):
+        raise ModuleNotFoundError(f"no module {name!r} to run", name=name)
+    _start(name, args, str(Path.cwd()))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _is_there(name: str) -> bool:
+    """Whether ``name`` can be run; its parents are imported to find out, and errors of their own are theirs."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return False
+
+
+def _start(name: str, args: list[str], folder: str) -> None:
+    install()
+    _install_in_spawned_processes()
+    sys.argv = [name, *args]
+    if not getattr(sys.flags, "safe_path", False):  # then no folder was put there for ``-m``
+        sys.path[0] = folder
+
+
+class _Installation:
+    """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the script
+    anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        return install, ()
+
+
+@functools.cache
+def _install_in_spawned_processes() -> None:
+    original = multiprocessing.spawn.get_preparation_data
+
+    def with_installation(name: str) -> dict[str, Any]:
+        first = {"fsdp_c": _Installation()} if is_installed() else {}
+        return first | original(name)
+
+    multiprocessing.spawn.get_preparation_data = with_installation

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import plan
+from fsdp_c import agreement
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
 
@@ -131,7 +131,7 @@ def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_plans_are_compared_once_and_again_when_they_have_changed(rank: int, world_size: int, strategy: str) -> None:
-    with mock.patch.object(plan, "_gather", wraps=plan._gather) as gather:
+    with mock.patch.object(agreement, "_gather", wraps=agreement._gather) as gather:
         model = per_block(sharding_strategy=ShardingStrategy[strategy])
         assert gather.call_count == 0
         for _ in range(2):
@@ -157,13 +157,13 @@ def test_looking_at_parameters_compares_nothing(rank: int, world_size: int) -> N
 
 @on_ranks(1)
 def test_one_rank_compares_nothing(rank: int, world_size: int) -> None:
-    with mock.patch.object(plan, "_gather", side_effect=AssertionError):
+    with mock.patch.object(agreement, "_gather", side_effect=AssertionError):
         per_block()(X)
 
 
 @on_ranks(2)
 def test_group_that_sends_nothing_agrees(rank: int, world_size: int) -> None:
     model = per_block(Net(3 + rank))
-    silent = lambda digest, group, device: [bytes(plan.DIGEST_NBYTES)] * world_size  # noqa: E731
-    with mock.patch.object(plan, "_gather", silent):
-        plan.agree(model, [("", model)], None)
+    silent = lambda digest, group, device: [bytes(agreement.DIGEST_NBYTES)] * world_size  # noqa: E731
+    with mock.patch.object(agreement, "_gather", silent):
+        agreement.agree(model, [("", model)], None)

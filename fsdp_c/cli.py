@@ -1,0 +1,64 @@
+"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fsdp_c import interop
+
+EPILOG = """\
+commands:
+  run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp as it is
+  run -m MODULE [ARGUMENT ...]    the same for a module
+
+  torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
+  torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
+
+A SCRIPT in the place of the command is run. What follows SCRIPT or MODULE is passed on to it.
+`python -m fsdp_c COMMAND --help` says more; for checkpoints there is `python -m fsdp_c.checkpoint`."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status. SystemExit with status 2 for arguments that are not understood."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0] in COMMANDS:
+        return COMMANDS[argv[0]](argv[1:])
+    if argv and Path(argv[0]).is_file():
+        return run(argv)
+    parser = _parser("", description=__doc__, epilog=EPILOG, usage="%(prog)s COMMAND ... | SCRIPT [ARGUMENT ...]")
+    if argv and not argv[0].startswith("-"):
+        parser.error(f"{argv[0]!r} is neither a command ({', '.join(COMMANDS)}) nor a file that can be run")
+    parser.parse_args(argv)
+    parser.error("name a command or a script")
+
+
+def _parser(command: str, **arguments: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        f"python -m fsdp_c {command}".strip(), formatter_class=argparse.RawDescriptionHelpFormatter, **arguments
+    )
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a script or a module; what it raises is raised."""
+    parser = _parser("run", description="Run a script unmodified, with fsdp_c in the place of torch's FSDP1.")
+    parser.usage = "%(prog)s SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
+    parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a file")
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="a module instead, as python -m takes it")
+    own = 2 if argv and argv[0] == "-m" else 1
+    args = parser.parse_args(argv[:own])
+    if args.script is None and args.module is None:
+        parser.error("name a SCRIPT, or -m MODULE")
+    start, name = (interop.run_script, args.script) if args.module is None else (interop.run_module, args.module)
+    try:
+        start(name, list(argv[own:]))
+    except (FileNotFoundError, ModuleNotFoundError) as error:
+        if interop.is_installed():  # the script runs: the error is its own
+            raise
+        parser.error(str(error))
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run}

@@ -1,0 +1,88 @@
+"""python -m fsdp_c: scripts that are run unmodified, and arguments that are not understood (H-004)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_c import cli, interop
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fsdp_c", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False)
+
+
+BAD = {
+    "nothing": ([], "name a command or a script"),
+    "an unknown command": (["nowhere.py", "--lr", "1"], "'nowhere.py' is neither a command .* nor a file"),
+    "a folder": (["."], "'.' is neither a command"),
+    "an unknown flag": (["--fast"], "unrecognized arguments: --fast"),
+    "run without a script": (["run"], "name a SCRIPT, or -m MODULE"),
+    "run with an unknown flag": (["run", "--fast", "train.py"], "unrecognized arguments: --fast"),
+    "run of no file": (["run", "nowhere.py"], "no script 'nowhere.py' to run"),
+    "run of no module": (["run", "-m", "nowhere.at_all"], "no module 'nowhere.at_all' to run"),
+    "run of a module without a name": (["run", "-m"], "expected one argument"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_arguments_end_with_their_reason_and_status_2(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, reason = BAD[what]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert re.match(f"python -m fsdp_c[ a-z]*: error: .*{reason}", capsys.readouterr().err.splitlines()[-1])
+    assert not interop.is_installed()
+
+
+def test_help_names_the_ways_to_start(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    assert "torchrun --nproc-per-node 8 -m fsdp_c train.py" in capsys.readouterr().out
+
+
+SPAWNING = """\
+import sys
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+def child(index):
+    print("child", FullyShardedDataParallel.__module__, flush=True)
+
+if __name__ == "__main__":
+    print(sys.argv, FullyShardedDataParallel.__module__, flush=True)
+    mp.spawn(child, nprocs=1)
+    sys.exit(3)
+"""
+
+
+def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_with_us(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SPAWNING)
+    done = call("script.py", "--help", "-m", "x", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    ours = "fsdp_c.fully_sharded_data_parallel"
+    assert done.stdout.splitlines() == [f"['script.py', '--help', '-m', 'x'] {ours}", f"child {ours}"]
+
+
+FAILING = "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"
+
+
+def test_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(
+        "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"
+    )
+    done = call("run", "-m", "package.train", "--lr", "1", cwd=tmp_path)
+    assert done.stdout.strip() == f"__main__ package ['{tmp_path}/package/train.py', '--lr', '1']"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ModuleNotFoundError: No module named 'nowhere'")
