@@ -254,3 +254,12 @@ def live_unsharded_nbytes() -> int:
 
 def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
+
+def cpu_capabilities() -> tuple[str, ...]:
+    """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""
+
+def use_cpu_capability(name: str | None, /) -> None:
+    """Run the kernels of another instruction set from now on; None is the widest, as at import.
+
+    Every one gives the same bits. ValueError for one that this processor does not have.
+    """

@@ -1,4 +1,4 @@
-/* Single loops over contiguous elements: what the kernels are put together from, a block in the first-level cache at a time. */
+/* What the kernels are put together from: the loops over contiguous elements, by dtype, and the split over threads. */
 #ifndef FSDP_KERNELS_BLOCKS_H
 #define FSDP_KERNELS_BLOCKS_H
 
@@ -17,9 +17,17 @@ union block {
 };
 
 void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel);
-void divide_block(void *output, const void *input, enum dtype dtype, int64_t numel, double divisor);
-void add_block(void *accumulator, const void *input, enum dtype dtype, int64_t numel);
+
+/* The divisor 1 casts only. output may be input when the dtypes are equal. */
+void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel,
+                       double divisor);
+
+/* accumulator += cast(input / divisor), each step rounded. */
+void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input, enum dtype input_dtype,
+                      int64_t numel, double divisor);
+
 void scale_block(void *tensor, enum dtype dtype, int64_t numel, double coefficient);
+bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor); /* whether inf or NaN was found */
 
 static inline bool dtype_is_known(enum dtype dtype) {
     return (unsigned)dtype < DTYPE_COUNT;

@@ -1,4 +1,4 @@
-/* kernel_cast_divide: a contiguous cast and an optional division, block by block so that memory is passed over once. */
+/* kernel_cast_divide: a contiguous cast and an optional division, in one pass. */
 #include "kernels/blocks.h"
 
 struct cast_context {
@@ -11,23 +11,9 @@ struct cast_context {
 
 static void cast_divide_range(int64_t begin, int64_t end, void *context) {
     const struct cast_context *cast = context;
-    int64_t output_nbytes = dtype_nbytes(cast->output_dtype);
-    int64_t input_nbytes = dtype_nbytes(cast->input_dtype);
-    if (cast->divisor == 1.0) {
-        cast_block(cast->output + begin * output_nbytes, cast->output_dtype, cast->input + begin * input_nbytes,
-                   cast->input_dtype, end - begin);
-        return;
-    }
-    for (int64_t i = begin; i < end; i += BLOCK_NUMEL) {
-        int64_t numel = end - i < BLOCK_NUMEL ? end - i : BLOCK_NUMEL;
-        char *output = cast->output + i * output_nbytes;
-        const char *input = cast->input + i * input_nbytes;
-        if (cast->output_dtype != cast->input_dtype) {
-            cast_block(output, cast->output_dtype, input, cast->input_dtype, numel);
-            input = output;
-        }
-        divide_block(output, input, cast->output_dtype, numel, cast->divisor);
-    }
+    cast_divide_block(cast->output + begin * dtype_nbytes(cast->output_dtype), cast->output_dtype,
+                      cast->input + begin * dtype_nbytes(cast->input_dtype), cast->input_dtype, end - begin,
+                      cast->divisor);
 }
 
 enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,

@@ -8,16 +8,6 @@
 #include <stdint.h>
 #include <string.h>
 
-/* One clone of a loop per instruction set, chosen when the library is loaded. Sanitizers do not survive the resolver. */
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#if __GNUC__ >= 12 && !defined(FSDP_NO_CLONES) && !defined(__SANITIZE_ADDRESS__)
-#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#endif
-#endif
-#ifndef CLONED
-#define CLONED
-#endif
-
 typedef struct {
     uint16_t bits;
 } bfloat16;
@@ -73,14 +63,44 @@ static inline float16 float16_from_float(float value) {
     return (float16){(uint16_t)(sign | half)};
 }
 
-static inline float float_from_float(float value) {
-    return value;
+static inline bfloat16 bfloat16_from_float16(float16 value) {
+    return bfloat16_from_float(float_from_float16(value));
 }
-static inline float float_from_double(double value) {
-    return (float)value;
+static inline float16 float16_from_bfloat16(bfloat16 value) {
+    return float16_from_float(float_from_bfloat16(value));
 }
-static inline double double_from_float(float value) {
-    return (double)value;
-}
+
+#define float_from_float(value)       (value)
+#define double_from_double(value)     (value)
+#define bfloat16_from_bfloat16(value) (value)
+#define float16_from_float16(value)   (value)
+#define float_from_double(value)      ((float)(value))
+#define double_from_float(value)      ((double)(value))
+#define double_from_bfloat16(value)   ((double)float_from_bfloat16(value))
+#define double_from_float16(value)    ((double)float_from_float16(value))
+#define bfloat16_from_double(value)   bfloat16_from_float((float)(value))
+#define float16_from_double(value)    float16_from_float((float)(value))
+
+/* The arithmetic of each type: what it is computed in, loaded to and stored from; its bits, and those of inf and NaN. */
+typedef float float_arith;
+typedef double double_arith;
+typedef float bfloat16_arith;
+typedef float float16_arith;
+#define float_load(value)   (value)
+#define double_load(value)  (value)
+#define bfloat16_load       float_from_bfloat16
+#define float16_load        float_from_float16
+#define float_store(value)  (value)
+#define double_store(value) (value)
+#define bfloat16_store      bfloat16_from_float
+#define float16_store       float16_from_float
+typedef uint32_t float_bits;
+typedef uint64_t double_bits;
+typedef uint16_t bfloat16_bits;
+typedef uint16_t float16_bits;
+static const float_bits float_exponent = 0x7f800000u;
+static const double_bits double_exponent = 0x7ff0000000000000u;
+static const bfloat16_bits bfloat16_exponent = 0x7f80u;
+static const float16_bits float16_exponent = 0x7c00u;
 
 #endif

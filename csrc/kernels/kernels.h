@@ -1,4 +1,4 @@
-/* Kernels over raw pointers. A CPU .c and (later) a CUDA .cu of one kernel stand side by side behind one signature.
+/* Kernels over raw pointers. A CPU .c and a CUDA .cu of one kernel stand side by side behind one signature.
  *
  * Invariants: a kernel never allocates, never synchronises, never exits; numel 0 is legal; offsets are int64_t; the stream
  * comes last. Every result equals torch's own, bit for bit, for the same operation sequence, NaN and infinities included.
@@ -76,14 +76,27 @@ enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy
 enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
                         const struct kernel_stream *stream);
 
-/* norms[i] = the p-norm of contiguous tensor i in fp32 (fp64 for fp64 tensors), p being 2 or infinity: bit for bit what
- * torch.linalg.vector_norm(tensor, p, dtype=fp32) gives. `norms` is an array of that arithmetic type, one dtype per call. */
+/* norms[i] = the p-norm of contiguous tensor i in fp32 (fp64 for fp64 tensors), 0 < p <= infinity. `norms` is an array of
+ * that arithmetic type, one per call. For p of 2 and infinity bit for bit what torch.linalg.vector_norm(tensor, p, dtype=fp32)
+ * gives; for others in an order that depends on numel alone, the sums in fp64: as exact as torch's, or more. */
 enum status kernel_norms(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          double p, const struct kernel_stream *stream);
 
 /* tensor *= coefficient, rounded to each tensor's dtype as torch's `mul_` by a 0-dim tensor of that dtype does. */
 enum status kernel_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          double coefficient, const struct kernel_stream *stream);
+
+/* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN, else left alone. */
+enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                           const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
+
+/* 64 bits over each range of memory, of any alignment; checksum.c defines them. */
+struct byte_range {
+    const void *data;
+    int64_t nbytes;
+};
+enum status kernel_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
+                             const struct kernel_stream *stream);
 
 int64_t dtype_nbytes(enum dtype dtype);
 

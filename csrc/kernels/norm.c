@@ -1,36 +1,27 @@
-/* kernel_norms: the norms of many contiguous tensors, in the order of addition that torch's own CPU reduction has.
+/* kernel_norms: the norms of many contiguous tensors, the 2-norm in the order of addition that torch's CPU reduction has.
  *
  *   x0 .. x7 | x8 .. x15 | ... | tail     each lane sums the squares of its column, the lanes are added from left to right,
  *   lane 0 .. lane 7                      then the tail element by element; bf16 and fp16 are converted to fp32 first
  *
  * [Note: fused tail] A compiler that may fuse does so in torch's loop over the tail, but not where it takes four elements at
- * once: there the products are rounded before they are added. A probe in the torch layer finds out which build this is. */
+ * once: there the products are rounded before they are added. A probe in the torch layer finds out which build this is.
+ *
+ * [Note: other norms] Other sums are made in an order of their own, which depends on the number of elements alone: blocks in
+ * the arithmetic type, their sums in fp64, chunk by chunk. torch adds element by element, slower and less exactly. */
 #include <math.h>
 #include <string.h>
 
 #include "kernels/blocks.h"
-#include "kernels/convert.h"
+#include "kernels/loops.h"
 
 enum {
     VECTOR_NBYTES = 32,
     TAIL_GROUP = 4,
+    MOST_WHOLE_POWER = 8, /* powers up to here are products */
 };
 
-/* squares: adds a multiple of the lanes. finish: adds the lanes and the tail, takes the root. largest: of the magnitudes as
- * integers, whose order is that of the numbers with NaN above infinity. */
-#define DEFINE_NORM(type, integer, magnitude_mask, fused, root)                                                        \
-    typedef type type##_vector __attribute__((vector_size(VECTOR_NBYTES)));                                            \
+#define DEFINE_FINISH(type, fused, root)                                                                               \
     enum { type##_lanes = VECTOR_NBYTES / sizeof(type) };                                                              \
-    CLONED static void type##_squares(void *lanes, const void *input, int64_t numel) {                                 \
-        type##_vector sums;                                                                                            \
-        memcpy(&sums, lanes, sizeof sums);                                                                             \
-        for (int64_t i = 0; i < numel; i += type##_lanes) {                                                            \
-            type##_vector values;                                                                                      \
-            memcpy(&values, (const type *)input + i, sizeof values);                                                   \
-            sums += values * values;                                                                                   \
-        }                                                                                                              \
-        memcpy(lanes, &sums, sizeof sums);                                                                             \
-    }                                                                                                                  \
     static void type##_finish(void *norm, const type *lanes, const type *tail, int64_t numel, bool fused_tail) {       \
         int64_t rounded = fused_tail ? numel - numel % TAIL_GROUP : numel;                                             \
         type sum = lanes[0];                                                                                           \
@@ -42,27 +33,16 @@ enum {
         }                                                                                                              \
         sum = root(sum);                                                                                               \
         memcpy(norm, &sum, sizeof sum);                                                                                \
-    }                                                                                                                  \
-    CLONED static void type##_largest(void *largest, const void *input, int64_t numel) {                               \
-        integer bits;                                                                                                  \
-        memcpy(&bits, largest, sizeof bits);                                                                           \
-        for (int64_t i = 0; i < numel; i++) {                                                                          \
-            integer value;                                                                                             \
-            memcpy(&value, (const type *)input + i, sizeof value);                                                     \
-            value &= magnitude_mask;                                                                                   \
-            bits = value > bits ? value : bits;                                                                        \
-        }                                                                                                              \
-        memcpy(largest, &bits, sizeof bits);                                                                           \
     }
-DEFINE_NORM(float, uint32_t, 0x7fffffffu, fmaf, sqrtf)
-DEFINE_NORM(double, uint64_t, 0x7fffffffffffffffu, fma, sqrt)
+DEFINE_FINISH(float, fmaf, sqrtf)
+DEFINE_FINISH(double, fma, sqrt)
 
 struct norms {
     char *output;
     const struct tensor_view *tensors;
     const int64_t *numels;
-    bool largest; /* p is infinity */
-    bool fused_tail;
+    double p;
+    const struct kernel_stream *stream;
 };
 
 static enum dtype arithmetic_of(enum dtype dtype) {
@@ -91,7 +71,7 @@ static void norm_two(void *norm, const struct tensor_view *view, int64_t numel, 
     for (int64_t i = 0; i < vectored; i += BLOCK_NUMEL) {
         int64_t count = vectored - i < BLOCK_NUMEL ? vectored - i : BLOCK_NUMEL;
         const void *input = load_block(&scratch, view, i, count);
-        (is_double ? double_squares : float_squares)(&lanes, input, count);
+        loops_active()->squares[arithmetic_of(view->dtype)](&lanes, input, count);
     }
     const void *tail = load_block(&scratch, view, vectored, numel - vectored);
     if (is_double) {
@@ -107,11 +87,79 @@ static void norm_largest(void *norm, const struct tensor_view *view, int64_t num
     for (int64_t i = 0; i < numel; i += BLOCK_NUMEL) {
         int64_t count = numel - i < BLOCK_NUMEL ? numel - i : BLOCK_NUMEL;
         const void *input = load_block(&scratch, view, i, count);
-        (view->dtype == DTYPE_FLOAT64 ? double_largest : float_largest)(norm, input, count);
+        loops_active()->largest[arithmetic_of(view->dtype)](norm, input, count);
     }
 }
 
-/* torch takes the magnitude of a single element, whose square might overflow. */
+/* The chunks that the sum of powers of one tensor is made of: at most so many, each at least so long. */
+enum { MOST_CHUNKS = 64, LEAST_CHUNK_NUMEL = GRAIN_NUMEL };
+
+struct power_sum {
+    const struct tensor_view *view;
+    int64_t numel;
+    int64_t chunk_numel;
+    double p;
+    double sums[MOST_CHUNKS];
+};
+
+/* Magnitudes to the p-th power, in place. */
+static void raise_block(void *magnitudes, bool is_double, int64_t numel, double p) {
+    if (p == floor(p) && p <= MOST_WHOLE_POWER) {
+        loops_active()->whole_power[is_double](magnitudes, numel, (int64_t)p);
+        return;
+    }
+    for (int64_t i = 0; i < numel; i++) {
+        if (is_double) {
+            ((double *)magnitudes)[i] = pow(((double *)magnitudes)[i], p);
+        } else {
+            ((float *)magnitudes)[i] = powf(((float *)magnitudes)[i], (float)p);
+        }
+    }
+}
+
+static void sum_chunks(int64_t begin, int64_t end, void *context) {
+    struct power_sum *power = context;
+    const struct loops *loops = loops_active();
+    enum dtype arithmetic = arithmetic_of(power->view->dtype);
+    union block loaded;
+    union block raised;
+    for (int64_t chunk = begin; chunk < end; chunk++) {
+        int64_t past = chunk * power->chunk_numel + power->chunk_numel;
+        past = past < power->numel ? past : power->numel;
+        power->sums[chunk] = 0;
+        for (int64_t i = chunk * power->chunk_numel; i < past; i += BLOCK_NUMEL) {
+            int64_t count = past - i < BLOCK_NUMEL ? past - i : BLOCK_NUMEL;
+            loops->magnitudes[arithmetic](raised.bytes, load_block(&loaded, power->view, i, count), count);
+            if (power->p != 1.0) {
+                raise_block(raised.bytes, arithmetic == DTYPE_FLOAT64, count, power->p);
+            }
+            power->sums[chunk] += loops->sum[arithmetic](raised.bytes, count);
+        }
+    }
+}
+
+/* See [Note: other norms]. */
+static void norm_power(void *norm, const struct tensor_view *view, int64_t numel, double p,
+                       const struct kernel_stream *stream) {
+    struct power_sum power = {.view = view, .numel = numel, .chunk_numel = LEAST_CHUNK_NUMEL, .p = p};
+    while (power.chunk_numel * MOST_CHUNKS < numel) {
+        power.chunk_numel *= 2;
+    }
+    int64_t num_chunks = (numel + power.chunk_numel - 1) / power.chunk_numel;
+    double sum = 0;
+    stream_for(stream, num_chunks, 1, sum_chunks, &power);
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+        sum += power.sums[chunk];
+    }
+    sum = p == 1.0 ? sum : pow(sum, 1.0 / p);
+    if (view->dtype == DTYPE_FLOAT64) {
+        memcpy(norm, &sum, sizeof sum);
+    } else {
+        memcpy(norm, &(float){(float)sum}, sizeof(float));
+    }
+}
+
+/* torch takes the magnitude of a single element, whose power might overflow. */
 static void norms_range(int64_t begin, int64_t end, void *context) {
     const struct norms *norms = context;
     for (int64_t i = begin; i < end; i++) {
@@ -119,10 +167,12 @@ static void norms_range(int64_t begin, int64_t end, void *context) {
         int64_t nbytes = dtype_nbytes(arithmetic_of(view->dtype));
         void *norm = norms->output + i * nbytes;
         memset(norm, 0, (size_t)nbytes);
-        if (norms->largest || norms->numels[i] == 1) {
+        if (norms->p == (double)INFINITY || norms->numels[i] == 1) {
             norm_largest(norm, view, norms->numels[i]);
-        } else if (norms->numels[i] > 0) {
-            norm_two(norm, view, norms->numels[i], norms->fused_tail);
+        } else if (norms->p == 2.0 && norms->numels[i] > 0) {
+            norm_two(norm, view, norms->numels[i], norms->stream && norms->stream->fused_tail);
+        } else {
+            norm_power(norm, view, norms->numels[i], norms->p, norms->stream);
         }
     }
 }
@@ -133,14 +183,17 @@ static bool norm_is_supported(const struct tensor_view *view, int64_t numel, dou
     if (!dtype_is_known(view->dtype)) {
         return false;
     }
-    return p == 2.0 ? numel <= 1 || (stream && stream->vector_nbytes == VECTOR_NBYTES) : numel > 0;
+    if (p == 2.0) {
+        return numel <= 1 || (stream && stream->vector_nbytes == VECTOR_NBYTES);
+    }
+    return p < (double)INFINITY || numel > 0;
 }
 
 enum status kernel_norms(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          double p, const struct kernel_stream *stream) {
-    struct norms context = {norms, tensors, numels, p == (double)INFINITY, stream && stream->fused_tail};
+    struct norms context = {norms, tensors, numels, p, stream};
     int64_t total = 0;
-    if (p != 2.0 && !context.largest) {
+    if (!(p > 0)) {
         return STATUS_UNSUPPORTED;
     }
     for (int64_t i = 0; i < num_tensors; i++) {

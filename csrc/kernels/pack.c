@@ -109,18 +109,12 @@ static void add_promoted(char *output, enum dtype output_dtype, const char *inpu
     bool wide = output_dtype == DTYPE_FLOAT64 || input_dtype == DTYPE_FLOAT64;
     enum dtype common = wide ? DTYPE_FLOAT64 : DTYPE_FLOAT32;
     union block sum;
-    union block addend;
-    if (output_dtype == input_dtype) {
-        add_block(output, input, output_dtype, numel);
-        return;
-    }
-    cast_block(addend.bytes, common, input, input_dtype, numel);
-    if (output_dtype == common) {
-        add_block(output, addend.bytes, common, numel);
+    if (output_dtype == input_dtype || output_dtype == common) {
+        accumulate_block(output, output_dtype, input, input_dtype, numel, 1.0);
         return;
     }
     cast_block(sum.bytes, common, output, output_dtype, numel);
-    add_block(sum.bytes, addend.bytes, common, numel);
+    accumulate_block(sum.bytes, common, input, input_dtype, numel, 1.0);
     cast_block(output, output_dtype, sum.bytes, common, numel);
 }
 
@@ -131,22 +125,14 @@ static void pack_block(const struct pack *pack, char *output, const char *input,
         add_promoted(output, pack->output_dtype, input, input_dtype, numel);
         return;
     }
-    if (pack->divisor == 1.0) {
-        cast_block(output, pack->output_dtype, input, input_dtype, numel);
-        return;
-    }
-    if (pack->output_dtype != input_dtype) {
-        cast_block(output, pack->output_dtype, input, input_dtype, numel);
-        input = output;
-    }
-    divide_block(output, input, pack->output_dtype, numel, pack->divisor);
+    cast_divide_block(output, pack->output_dtype, input, input_dtype, numel, pack->divisor);
 }
 
 static void pack_run(const struct pack *pack, char *output, const char *input, enum dtype input_dtype, int64_t numel) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
-    if (!pack->add && pack->divisor == 1.0) {
-        cast_block(output, pack->output_dtype, input, input_dtype, numel);
+    if (!pack->add) {
+        cast_divide_block(output, pack->output_dtype, input, input_dtype, numel, pack->divisor);
         return;
     }
     for (int64_t i = 0; i < numel; i += BLOCK_NUMEL) {

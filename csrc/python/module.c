@@ -1,5 +1,6 @@
 /* The extension module fsdp_c._C. */
 #include "handle/handle_ops.h"
+#include "kernels/loops.h"
 #include "python/layout_functions.h"
 #include "python/layout_type.h"
 #include "python/types.h"
@@ -34,7 +35,34 @@ static PyObject *replace(PyObject *self, PyObject *args) {
     return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(replaced_set(name, function)) : NULL;
 }
 
+static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
+    PyObject *names = PyList_New(0);
+    (void)self;
+    (void)unused;
+    for (int i = 0; names && loops_version(i); i++) {
+        PyObject *name = PyUnicode_FromString(loops_version(i)->name);
+        if (!name || PyList_Append(names, name) < 0)
+            Py_CLEAR(names);
+        Py_XDECREF(name);
+    }
+    PyObject *result = names ? PyList_AsTuple(names) : NULL;
+    Py_XDECREF(names);
+    return result;
+}
+
+static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
+    const char *name;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "z", &name))
+        return NULL;
+    if (!loops_use(name))
+        return PyErr_Format(PyExc_ValueError, "no kernels for \"%s\" on this processor: see cpu_capabilities()", name);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
+    {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"replace", replace, METH_VARARGS, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},

@@ -161,12 +161,13 @@ static void unflatten(StableIValue *stack, const struct op_call *call) {
     result.list = NULL;
 }
 
-/* fsdp_c::shard: this rank's chunk, zero-padded on the right to the size of rank 0's. */
+/* fsdp_c::shard: this rank's chunk in another dtype, zero-padded on the right to the size of rank 0's. */
 static void shard(StableIValue *stack, const struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED output = NULL;
     int64_t rank = op_int(stack[1]);
     int64_t world_size = op_int(stack[2]);
+    int32_t dtype = read_dtype(call, stack[3]);
     struct op_operand flat;
     read_flat(call, &flat, tensor, "flat");
     OP_CHECK(world_size > 0, "%s: world_size must be positive, not %" PRId64, call->name, world_size);
@@ -175,7 +176,7 @@ static void shard(StableIValue *stack, const struct op_call *call) {
     int64_t shard_numel = (flat.numel + world_size - 1) / world_size;
     int64_t start = shard_numel * rank < flat.numel ? shard_numel * rank : flat.numel;
     int64_t valid_numel = flat.numel - start < shard_numel ? flat.numel - start : shard_numel;
-    output = op_empty(1, &shard_numel, flat.dtype_code, &flat);
+    output = op_empty(1, &shard_numel, dtype, &flat);
     struct op_operand chunk;
     op_read_operand(&chunk, output);
     struct pack_source source = {.view = flat.view, .numel = valid_numel};
@@ -420,18 +421,83 @@ static void clip(StableIValue *stack, const struct op_call *call) {
     }
 }
 
+/* One fp32 number that a kernel reads or writes. */
+static float *read_number(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                          const char *argument) {
+    read_operand(call, operand, tensor, argument);
+    OP_CHECK(operand->view.dtype == DTYPE_FLOAT32 && operand->numel == 1, "%s: %s must be one float32", call->name,
+             argument);
+    return operand->view.data;
+}
+
+/* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
+static void unscale(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = {0};
+    OP_OWNED found = op_tensor(stack[1]);
+    OP_OWNED inverse = op_tensor(stack[2]);
+    OP_OWNED_MEMORY struct tensor_view *views = NULL;
+    OP_OWNED_MEMORY int64_t *numels = NULL;
+    op_read_list(&tensors, stack[0], true);
+    struct op_operand found_inf;
+    struct op_operand inverse_scale;
+    float *found_number = read_number(call, &found_inf, found, "found_inf");
+    const float *factor = read_number(call, &inverse_scale, inverse, "inverse_scale");
+    views = op_alloc(tensors.count, sizeof *views);
+    numels = op_alloc(tensors.count, sizeof *numels);
+    read_all(call, &tensors, views, numels);
+    if (!call->is_meta) {
+        check_status(call, kernel_unscale(views, numels, (int64_t)tensors.count, factor, found_number,
+                                          tensor_kernel_stream(&found_inf.view)));
+    }
+}
+
+/* Bytes of a contiguous tensor of any dtype. */
+static struct byte_range read_bytes(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor) {
+    op_read_operand(operand, tensor);
+    OP_CHECK(call->is_meta || operand->view.device == DEVICE_CPU, "%s: each of tensors must be on the CPU", call->name);
+    OP_CHECK(operand->is_contiguous, "%s: each of tensors must be contiguous", call->name);
+    OP_CHECK(call->is_meta || operand->numel == 0 || operand->view.data,
+             "%s: the storage of each of tensors must not be freed", call->name);
+    int64_t element_nbytes = (int64_t)torch_abi.aoti_torch_dtype_element_size(operand->dtype_code);
+    return (struct byte_range){operand->view.data, operand->numel * element_nbytes};
+}
+
+/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64. */
+static void checksums(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = {0};
+    OP_OWNED_MEMORY struct byte_range *ranges = NULL;
+    OP_OWNED output = NULL;
+    struct op_operand operand;
+    op_read_list(&tensors, stack[0], true);
+    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
+    ranges = op_alloc(tensors.count, sizeof *ranges);
+    for (size_t i = 0; i < tensors.count; i++) {
+        ranges[i] = read_bytes(call, &operand, op_tensor(tensors.items[i]));
+    }
+    int64_t count = (int64_t)tensors.count;
+    output = op_empty(1, &count, torch_abi.aoti_torch_dtype_int64(), &operand);
+    if (!call->is_meta) {
+        struct op_operand result;
+        op_read_operand(&result, output);
+        check_status(call, kernel_checksums(result.view.data, ranges, count, tensor_kernel_stream(&operand.view)));
+    }
+    stack[0] = op_give(&output);
+}
+
 /* clang-format off */
 #define EACH_OP(X)                                                                                             \
     X(flatten, flatten, "(Tensor[] tensors, int aligned_numel, int padded_numel, ScalarType dtype) -> Tensor") \
     X(unflatten, unflatten, "(Tensor flat, int[] offsets, int[] numels) -> Tensor[]")                          \
-    X(shard, shard, "(Tensor flat, int rank, int world_size) -> Tensor")                                       \
+    X(shard, shard, "(Tensor flat, int rank, int world_size, ScalarType dtype) -> Tensor")                     \
     X(pack_gradients, pack_gradients, "(Tensor(a!) out, Tensor[] grads, int[] offsets, float divisor) -> ()")  \
     X(cast_divide, cast_divide, "(Tensor input, float divisor, ScalarType dtype) -> Tensor")                   \
     X(accumulate_shard, accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \
     X(join_ranges, join_ranges,                                                                                \
       "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")   \
     X(norms, norms, "(Tensor[] tensors, float p) -> Tensor")                                                   \
-    X(clip_, clip, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")
+    X(clip_, clip, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")                                         \
+    X(unscale_, unscale, "(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")           \
+    X(checksums, checksums, "(Tensor[] tensors) -> Tensor")
 /* clang-format on */
 
 #define DEFINE_BOXED(name, body, schema)                                                                               \

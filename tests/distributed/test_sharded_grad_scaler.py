@@ -111,6 +111,18 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int, world_size: int
     assert_same(grads["torch"], grads["fsdp_c"])
 
 
+@on_ranks(2)
+def test_dense_gradients_take_one_native_kernel(rank: int, world_size: int) -> None:
+    weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
+    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(sum(weight.float().sum() for weight in weights)).backward()
+    with torch.profiler.profile() as profile:
+        scaler.unscale_(torch.optim.SGD(weights, lr=1.0))
+    called = [event.name for event in profile.events()]
+    assert called.count("fsdp_c::unscale_") == 1 and not any("_amp_foreach" in name for name in called)
+    assert all(weight.grad.tolist() == [1.0, 1.0, 1.0] for weight in weights)
+
+
 # ----------------------------------------------------------------- one finding for all ranks
 
 

@@ -1,4 +1,5 @@
-/* links: kernels/accumulate.c kernels/blocks.c kernels/cast.c kernels/copy.c kernels/norm.c kernels/pack.c kernels/scale.c */
+/* links: kernels/accumulate.c kernels/blocks.c kernels/cast.c kernels/checksum.c kernels/copy.c kernels/loops.c kernels/loops_avx2.c
+          kernels/loops_avx512.c kernels/loops_default.c kernels/norm.c kernels/pack.c kernels/scale.c kernels/unscale.c */
 #include <math.h>
 #include <string.h>
 
@@ -247,6 +248,39 @@ static void test_kernels_accept_nothing_to_do(void) {
     CHECK_EQUAL(kernel_copy_ranges(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_norms(NULL, NULL, NULL, 0, 2.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_scale(NULL, NULL, 0, 2.0, &cutting), STATUS_OK);
+    CHECK_EQUAL(kernel_unscale(NULL, NULL, 0, NULL, NULL, &cutting), STATUS_OK);
+    CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
+}
+
+static uint64_t checksum_of(const void *data, int64_t nbytes, const struct kernel_stream *stream) {
+    const struct byte_range range = {data, nbytes};
+    uint64_t checksum = 0;
+    CHECK_EQUAL(kernel_checksums(&checksum, &range, 1, stream), STATUS_OK);
+    return checksum;
+}
+
+static void test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut(void) {
+    for (int64_t nbytes = 0; nbytes < 70; nbytes++) {
+        unsigned char *data = malloc((size_t)nbytes + 1); /* its end is watched by the sanitizer */
+        for (int64_t i = 0; i < nbytes; i++) {
+            data[i] = (unsigned char)random_below(&random_state, 256);
+        }
+        CHECK(checksum_of(data, nbytes, NULL) == checksum_of(data, nbytes, &cutting));
+        free(data);
+    }
+}
+
+static void test_checksum_of_every_flipped_bit_and_length_differs(void) {
+    unsigned char data[67] = {0};
+    uint64_t whole = checksum_of(data, 67, NULL);
+    for (int bit = 0; bit < 67 * 8; bit++) {
+        data[bit / 8] ^= (unsigned char)(1u << bit % 8);
+        CHECK(checksum_of(data, 67, NULL) != whole);
+        data[bit / 8] ^= (unsigned char)(1u << bit % 8);
+    }
+    for (int64_t nbytes = 0; nbytes < 67; nbytes++) {
+        CHECK(checksum_of(data, nbytes, NULL) != whole);
+    }
 }
 
 static void test_norms_without_a_known_order_are_unsupported(void) {
@@ -256,7 +290,9 @@ static void test_norms_without_a_known_order_are_unsupported(void) {
     int64_t two = 2;
     struct tensor_view view = {values, DTYPE_FLOAT32, DEVICE_CPU, 0, 1, &two, NULL};
     CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 2.0, &unknown), STATUS_UNSUPPORTED);
-    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 3.0, &cutting), STATUS_UNSUPPORTED);
+    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 0.0, &cutting), STATUS_UNSUPPORTED);
+    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 1.0, &unknown), STATUS_OK);
+    CHECK(norm == 7.0f);
     CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, INFINITY, &unknown), STATUS_OK);
     CHECK(norm == 4.0f);
     CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 2.0, &cutting), STATUS_OK);
@@ -277,5 +313,7 @@ int main(void) {
     RUN(test_cast_divide_in_place_divides);
     RUN(test_kernels_accept_nothing_to_do);
     RUN(test_norms_without_a_known_order_are_unsupported);
+    RUN(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut);
+    RUN(test_checksum_of_every_flipped_bit_and_length_differs);
     return 0;
 }

@@ -7,13 +7,15 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import fsdp_c  # noqa: F401  (registers the ops)
+from fsdp_c import _C  # registers the ops
 
 OPS = torch.ops.fsdp_c
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -192,3 +194,121 @@ def test_norms_follow_the_capability_that_torch_runs_with(capability: str) -> No
 
 def test_norm_of_an_empty_tensor_is_zero() -> None:
     assert OPS.norms([torch.empty(0), torch.ones(4)], 2.0).tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
+def test_other_norms_are_as_exact_as_fp64_allows(dtype: torch.dtype, p: float) -> None:
+    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in NUMELS]
+    tensors += [torch.tensor([math.inf, 1.0], dtype=dtype), torch.tensor([math.nan, 1.0], dtype=dtype)]
+    expected = torch.stack([torch.linalg.vector_norm(tensor.double(), p) for tensor in tensors])
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(OPS.norms(tensors, p).double(), expected, rtol=tolerance, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.25, 1 / 3, 1.0])
+def test_unscale_multiplies_and_finds_as_torch_does(dtype: torch.dtype, scale: float) -> None:
+    inverse, finite = torch.tensor(scale), [values(numel, dtype).nan_to_num(1.0, 2.0, -2.0) for numel in NUMELS]
+    for spoilt in (None, *itertools.product((1, 1030, 70_000), (math.inf, -math.inf, math.nan))):
+        grads = [grad.clone() for grad in finite]
+        if spoilt:
+            grads[-1][spoilt[0]] = spoilt[1]
+        expected, theirs, ours = [grad.clone() for grad in grads], torch.zeros(1), torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(expected, theirs, inverse)
+        OPS.unscale_(grads, ours, inverse)
+        assert ours.item() == theirs.item() == (spoilt is not None)
+        for actual, reference in zip(grads, expected, strict=True):
+            assert_same_bits(actual, reference)
+
+
+def test_unscale_leaves_an_earlier_finding() -> None:
+    found = torch.ones(())
+    OPS.unscale_([torch.ones(3)], found, torch.tensor(0.5))
+    assert found.item() == 1.0
+
+
+def python_checksum(data: bytes) -> int:
+    """The definition in checksum.c, word by word."""
+    modulus = 2**64
+    total = len(data)
+    for i, start in enumerate(range(0, len(data), 8)):
+        word = int.from_bytes(data[start : start + 8].ljust(8, b"\0"), "little")
+        word ^= (i + 1) * 0x9E3779B97F4A7C15 % modulus
+        total += word + (word & 0xFFFFFFFF) * (word >> 32)
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        total %= modulus
+        total = (total ^ (total >> 33)) * factor % modulus
+    total ^= total >> 33
+    return total - modulus if total >= modulus // 2 else total
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.int64, torch.bool], ids=str)
+def test_checksum_is_that_of_its_definition_on_any_number_of_threads(dtype: torch.dtype) -> None:
+    numbers = torch.randint(0, 256, (70_003 * 8,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    numels = [0, 1, 3, 8, 1027, 70_003]
+    tensors = [torch.zeros(numel, dtype=dtype) for numel in numels]
+    if dtype is not torch.bool:
+        for tensor in tensors:
+            tensor.view(torch.uint8).copy_(numbers[: tensor.numel() * tensor.element_size()])
+    expected = [python_checksum(tensor.view(torch.uint8).numpy().tobytes()) for tensor in tensors]
+    assert on_threads(lambda: OPS.checksums(tensors).tolist()) == [expected, expected]
+
+
+def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> list[Any]:
+    """The results of ``call`` with each number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        return [(torch.set_num_threads(count), call())[1] for count in counts]
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("p", [1.0, 3.0])
+def test_other_norms_do_not_depend_on_the_number_of_threads(p: float) -> None:
+    tensors = [values(3_000_001, torch.float32).nan_to_num(0.0, 1.0, -1.0), torch.randn(100)]
+    one, two = on_threads(lambda: OPS.norms(tensors, p))
+    assert_same_bits(two, one)
+
+
+NUMBERED = [1.0, 4.0, 3.3]  # no division, one by an exact inverse, a real one
+
+
+def everything(dtype: torch.dtype, other: torch.dtype) -> list[Tensor]:
+    """What all kernels make of a pair of dtypes."""
+    made = []
+    for numel, divisor in itertools.product([1031, 40_003], NUMBERED):
+        tensor, target = values(numel, dtype), values(numel, other, seed=1)
+        made.append(OPS.cast_divide(tensor, divisor, other))
+        OPS.accumulate_shard(target, tensor, divisor)
+        OPS.clip_([tensor], torch.tensor(1 / divisor))
+        found = torch.zeros(1)
+        OPS.unscale_([target], found, torch.tensor(1 / divisor))
+        strided = torch.zeros(2500, dtype=other)
+        OPS.pack_gradients(strided, [tensor[:1000].view(40, 25).t()], [7], divisor)
+        finite = [one.nan_to_num(0.0, 1.0, -1.0) for one in (target, tensor.to(other))]
+        norms = [OPS.norms(finite, p) for p in (1.0, 1.5, 2.0, 3.0, math.inf)]
+        made += [target, tensor, found, strided, *norms, OPS.checksums([finite[0], finite[1][1:]])]
+    return made
+
+
+@pytest.mark.parametrize("capability", _C.cpu_capabilities())
+@pytest.mark.parametrize(("dtype", "other"), PAIRS, ids=str)
+def test_every_instruction_set_gives_the_bits_of_the_baseline(
+    capability: str, dtype: torch.dtype, other: torch.dtype
+) -> None:
+    try:
+        _C.use_cpu_capability("default")
+        expected = everything(dtype, other)
+        _C.use_cpu_capability(capability)
+        actual = everything(dtype, other)
+    finally:
+        _C.use_cpu_capability(None)
+    for one, reference in zip(actual, expected, strict=True):
+        assert_same_bits(one, reference)
+
+
+def test_an_unknown_instruction_set_is_refused() -> None:
+    assert _C.cpu_capabilities()[-1] == "default"
+    with pytest.raises(ValueError, match='no kernels for "mmx"'):
+        _C.use_cpu_capability("mmx")

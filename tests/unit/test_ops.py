@@ -18,7 +18,7 @@ OPS = torch.ops.fsdp_c
 EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "flatten": lambda: ([torch.randn(3), torch.randn(4, 2).t()], 4, 16, torch.bfloat16),
     "unflatten": lambda: (torch.randn(10), [0, 4], [3, 5]),
-    "shard": lambda: (torch.randn(10), 2, 4),
+    "shard": lambda: (torch.randn(10), 2, 4, torch.bfloat16),
     "pack_gradients": lambda: (torch.empty(16), [torch.randn(3), torch.randn(2, 2).bfloat16()], [0, 8], 3.0),
     "cast_divide": lambda: (torch.randn(3, 4), 2.0, torch.float16),
     "accumulate_shard": lambda: (torch.randn(8), torch.randn(8).bfloat16(), 2.0),
@@ -32,6 +32,8 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "norms": lambda: ([torch.randn(8), torch.randn(3, 3)], 2.0),
     "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
+    "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
+    "checksums": lambda: ([torch.randn(8), torch.arange(5)],),
 }
 
 
@@ -93,9 +95,10 @@ def test_unflatten_copies_segments() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 4, 7])
 def test_shards_are_padded_chunks(numel: int, world_size: int) -> None:
     flat = torch.arange(numel, dtype=torch.float32) + 1
-    shards = [OPS.shard(flat, rank, world_size) for rank in range(world_size)]
+    shards = [OPS.shard(flat, rank, world_size, torch.float16) for rank in range(world_size)]
     shard_numel = -(-numel // world_size)
     assert [shard.numel() for shard in shards] == [shard_numel] * world_size
+    assert {shard.dtype for shard in shards} == {torch.float16}
     assert torch.cat(shards).tolist() == flat.tolist() + [0.0] * (shard_numel * world_size - numel)
 
 
@@ -115,18 +118,21 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "ranges left over": ("join_ranges", ([F], [0, 0, 4], [0], [F], [1], [0]), "ranges or sizes are left over"),
     "negative size": ("join_ranges", ([F], [0, 0, 4], [1], [F], [1], [-1]), "sizes out of range"),
     "segment outside": ("unflatten", (F, [3], [2]), r"elements \[3, 5\) lie outside of flat, which has 4"),
-    "two dimensions": ("shard", (torch.ones(2, 2), 0, 2), "flat must have one dimension, not 2"),
-    "strided flat": ("shard", (torch.ones(8)[::2], 0, 2), "flat must be contiguous"),
-    "rank outside": ("shard", (F, 2, 2), "rank 2 is outside of a world of 2"),
-    "no world": ("shard", (F, 0, 0), "world_size must be positive, not 0"),
+    "two dimensions": ("shard", (torch.ones(2, 2), 0, 2, torch.float32), "flat must have one dimension, not 2"),
+    "strided flat": ("shard", (torch.ones(8)[::2], 0, 2, torch.float32), "flat must be contiguous"),
+    "rank outside": ("shard", (F, 2, 2, torch.float32), "rank 2 is outside of a world of 2"),
+    "no world": ("shard", (F, 0, 0, torch.float32), "world_size must be positive, not 0"),
     "overlapping grads": ("pack_gradients", (torch.ones(8), [F, F], [0, 3], 1.0), "grad 1 begins at 3, before the end"),
     "grad outside": ("pack_gradients", (torch.ones(8), [F], [5], 1.0), "lie outside of out, which has 8"),
     "offset missing": ("pack_gradients", (torch.ones(8), [F], [], 1.0), "1 grads, but 0 offsets"),
     "zero divisor": ("cast_divide", (F, 0.0, torch.float32), "divisor must be positive, not 0"),
     "other size": ("accumulate_shard", (F, torch.ones(5), 1.0), "accumulator has 4 elements, shard 5"),
-    "other norm": ("norms", ([F], 3.0), "no kernel for these dtypes or this norm"),
+    "other norm": ("norms", ([F], -1.0), "no kernel for these dtypes or this norm"),
     "mixed doubles": ("norms", ([F, F.double()], 2.0), "float64 tensors cannot be mixed"),
     "strided norm": ("norms", ([torch.ones(2, 3).t()], 2.0), "each of tensors must be contiguous"),
+    "found in fp64": ("unscale_", ([F], torch.zeros(1).double(), torch.ones(1)), "found_inf must be one float32"),
+    "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
+    "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
     "two coefficients": ("clip_", ([F], torch.ones(2)), "coefficient must have one element, not 2"),
 }
 
@@ -142,7 +148,7 @@ def test_freed_storage_is_refused() -> None:
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="fsdp_c::shard: the storage of flat is freed"):
-        OPS.shard(tensor, 0, 2)
+        OPS.shard(tensor, 0, 2, torch.float32)
 
 
 def test_a_list_without_tensors_is_refused() -> None:

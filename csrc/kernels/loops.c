@@ -1,0 +1,58 @@
+#include "kernels/loops.h"
+
+#include <string.h>
+
+#include "kernels/loops_versions.h"
+
+static const struct loops *active = &loops_default; /* before the constructor below has run */
+
+static bool processor_has(const struct loops *loops) {
+#ifdef LOOPS_X86_64
+    if (loops == &loops_avx512) {
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && processor_has(&loops_avx2);
+    }
+    if (loops == &loops_avx2) {
+        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    }
+#endif
+    return loops == &loops_default;
+}
+
+static const struct loops *const versions[] = {
+#ifdef LOOPS_X86_64
+    &loops_avx512,
+    &loops_avx2,
+#endif
+    &loops_default,
+};
+enum { NUM_VERSIONS = sizeof versions / sizeof versions[0] };
+
+const struct loops *loops_version(int index) {
+    for (int i = 0; i < NUM_VERSIONS; i++) {
+        if (processor_has(versions[i]) && index-- == 0) {
+            return versions[i];
+        }
+    }
+    return NULL;
+}
+
+bool loops_use(const char *name) {
+    const struct loops *loops = loops_version(0);
+    for (int i = 1; loops && name && strcmp(loops->name, name) != 0; i++) {
+        loops = loops_version(i);
+    }
+    active = loops ? loops : active;
+    return loops != NULL;
+}
+
+const struct loops *loops_active(void) {
+    return active;
+}
+
+__attribute__((constructor)) static void use_the_widest(void) {
+#ifdef LOOPS_X86_64
+    __builtin_cpu_init();
+#endif
+    loops_use(NULL);
+}

@@ -1,0 +1,47 @@
+/* The loops behind the kernels, compiled once per instruction set: single threads over contiguous elements.
+ *
+ * Invariant: every version gives the same bits. No product and sum is fused but where a loop asks for it, and sums that are
+ * not exact have an order of their own. loops_default.c, loops_avx2.c and loops_avx512.c hold one version each. */
+#ifndef FSDP_KERNELS_LOOPS_H
+#define FSDP_KERNELS_LOOPS_H
+
+#include "kernels/kernels.h"
+
+/* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are equal. */
+struct loops {
+    const char *name;
+    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel); /* NULL for equal dtypes */
+
+    /* output = cast(input) / divisor, and the same with a product */
+    void (*cast_divide[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double divisor);
+    void (*cast_multiply[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double factor);
+
+    /* accumulator += cast(input), of the quotient, of the product */
+    void (*add[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel);
+    void (*add_divided[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel, double divisor);
+    void (*add_multiplied[DTYPE_COUNT][DTYPE_COUNT])(void *accumulator, const void *input, int64_t numel,
+                                                     double factor);
+
+    /* tensor *= factor; whether an element was inf or NaN before */
+    bool (*unscale[DTYPE_COUNT])(void *tensor, int64_t numel, double factor);
+
+    /* Norms, of the arithmetic dtypes alone: see norm.c and power_norm.c. */
+    void (*squares[2])(void *lanes, const void *input, int64_t numel);
+    void (*largest[2])(void *largest, const void *input, int64_t numel);
+    void (*magnitudes[2])(void *output, const void *input, int64_t numel);
+    void (*whole_power[2])(void *magnitudes, int64_t numel, int64_t power);
+    double (*sum[2])(const void *input, int64_t numel);
+
+    uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
+};
+
+/* The version in use: the widest one that the processor has, unless another was asked for. */
+const struct loops *loops_active(void);
+
+/* Version `index` of those this processor has, the widest first; NULL past the last. */
+const struct loops *loops_version(int index);
+
+/* Use the version called `name`; NULL is the widest. False when the processor has none of this name. */
+bool loops_use(const char *name);
+
+#endif
