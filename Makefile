@@ -9,7 +9,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
-C_FILES = $(shell find csrc tests -name '*.[ch]' -o -name '*.cpp')
+C_FILES = $(shell find csrc tests -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 PY_FILES := fsdp_c tests benchmarks examples setup.py
 PYTEST := $(BIN)/python -m pytest
 

@@ -1,18 +1,26 @@
 """Builds fsdp_c._C: every C file under csrc/ in one abi3 extension module, with setuptools alone.
 
-torch is not needed here: its symbols are found when the module is imported.
+torch is not needed here: its symbols are found when the module is imported. Where nvcc stands, the CUDA kernels become
+fsdp_c/_cuda.so, a library of its own that is loaded only where torch computes on CUDA. `setup.py build_cuda` makes it
+alone.
 
 Environment: FSDP_C_WERROR=1 makes warnings errors, FSDP_C_OPT="-O0 -g" replaces the optimisation flags,
 FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_JOBS sets how many files compile at once.
+FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and fits the
+installed torch. FSDP_C_CUDA_ARCHS="90" replaces the architectures.
 """
 
+import importlib.util
 import json
 import os
+import re
 import shlex
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # [Note: exact arithmetic] Results are compared with torch's bit for bit, so no product and sum may be fused.
@@ -34,8 +42,8 @@ def flags_from_environment() -> tuple[list[str], list[str]]:
 
 
 def c_sources() -> list[str]:
-    """The C files of the extension; files named after CUDA are built apart from it."""
-    return sorted(path.as_posix() for path in Path("csrc").rglob("*.c") if "cuda" not in path.as_posix())
+    """The C files of the extension."""
+    return sorted(path.as_posix() for path in Path("csrc").rglob("*.c"))
 
 
 def headers_of(depfile: Path) -> list[str]:
@@ -51,16 +59,41 @@ def is_stale(target: Path, inputs: list[str]) -> bool:
     return any(not os.path.exists(name) or os.stat(name).st_mtime_ns > built for name in inputs)
 
 
+def object_is_stale(source: str, obj: Path) -> bool:
+    """True unless the object is newer than its source and every header that went into it."""
+    depfile = obj.with_suffix(".d")
+    return not depfile.exists() or is_stale(obj, [source, *headers_of(depfile)])
+
+
+def forget_other_command(folder: Path, command: str) -> None:
+    """Remove objects built by another command line: their times say nothing about it."""
+    stamp = folder / "flags.json"
+    if stamp.exists() and stamp.read_text() == command:
+        return
+    for obj in folder.rglob("*.o"):
+        obj.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(command)
+
+
 class IncrementalBuild(build_ext):
-    """build_ext that compiles only what changed, headers and flags included, several files at once."""
+    """build_ext that compiles only what changed, headers and flags included, several files at once; then build_cuda."""
+
+    def run(self) -> None:
+        """Build the extension, and the CUDA kernels beside it."""
+        super().run()
+        cuda = self.get_finalized_command("build_cuda")
+        cuda.folder = str(Path(self.get_ext_fullpath("fsdp_c._C")).parent)
+        self.run_command("build_cuda")
 
     def build_extension(self, ext: Extension) -> None:
         """Compile the stale sources of ``ext`` and link them when anything is newer than the module."""
         target = Path(self.get_ext_fullpath(ext.name))
         folder = Path(self.build_temp)
-        self.forget_objects_of_other_flags(ext, folder)
+        command = [self.compiler.compiler_so, ext.define_macros, ext.extra_compile_args, ext.extra_link_args]
+        forget_other_command(folder, json.dumps(command))
         objects = {source: folder / Path(source).with_suffix(".o") for source in ext.sources}
-        stale = [source for source, obj in objects.items() if self.force or self.object_is_stale(source, obj)]
+        stale = [source for source, obj in objects.items() if self.force or object_is_stale(source, obj)]
         with ThreadPoolExecutor(int(os.environ.get("FSDP_C_JOBS", min(os.cpu_count() or 1, 8)))) as pool:
             list(pool.map(lambda source: self.compile_one(ext, source), stale))
         if stale or is_stale(target, [str(obj) for obj in objects.values()]):
@@ -73,11 +106,6 @@ class IncrementalBuild(build_ext):
                 target_lang="c",
             )
 
-    def object_is_stale(self, source: str, obj: Path) -> bool:
-        """True unless the object is newer than its source and every header that went into it."""
-        depfile = obj.with_suffix(".d")
-        return not depfile.exists() or is_stale(obj, [source, *headers_of(depfile)])
-
     def compile_one(self, ext: Extension, source: str) -> None:
         """Compile one source; an error of the compiler ends the build."""
         self.compiler.compile(
@@ -88,18 +116,109 @@ class IncrementalBuild(build_ext):
             extra_postargs=ext.extra_compile_args,
         )
 
-    def forget_objects_of_other_flags(self, ext: Extension, folder: Path) -> None:
-        """Remove objects built by another command line: their times say nothing about it."""
-        command = json.dumps(
-            [self.compiler.compiler_so, ext.define_macros, ext.extra_compile_args, ext.extra_link_args]
-        )
-        stamp = folder / "flags.json"
-        if stamp.exists() and stamp.read_text() == command:
+
+# ---- the CUDA kernels
+
+CUDA_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fmad=false",
+    "-Icsrc",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+]  # [Note: exact arithmetic]
+CUDA_STRICT_FLAGS = ["-Werror=all-warnings", "-Xcompiler=-Wall,-Wextra"]
+CUDA_ARCHS = ("80", "90", "100")
+
+
+def find_nvcc() -> str | None:
+    """The CUDA compiler: on the path, under CUDA_HOME, or where its installer puts it."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    candidates = [shutil.which("nvcc"), *(f"{home}/bin/nvcc" for home in homes if home)]
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
+
+
+def ask_nvcc(nvcc: str, question: str, pattern: str) -> list[str]:
+    """All that ``pattern`` finds in nvcc's answer."""
+    return re.findall(pattern, subprocess.run([nvcc, question], capture_output=True, text=True, check=True).stdout)
+
+
+def cuda_of_torch() -> str | None:
+    """The CUDA version of the installed torch, "" for one without, None where there is no torch: read, not imported."""
+    found = importlib.util.find_spec("torch")
+    version = Path(next(iter(found.submodule_search_locations or [""]), "")) / "version.py" if found else None
+    if version is None or not version.exists():
+        return None
+    match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", version.read_text(), re.MULTILINE)
+    return match[1] if match else ""
+
+
+def why_no_cuda(nvcc: str | None, demanded: bool) -> str | None:
+    """The reason not to build the CUDA kernels, or None."""
+    if nvcc is None:
+        return "nvcc is not found: put it on the path, or set CUDA_HOME"
+    of_torch = cuda_of_torch()
+    if of_torch == "" and not demanded:
+        return "the installed torch computes on the CPU alone; FSDP_C_CUDA=1 builds them all the same"
+    (major,) = ask_nvcc(nvcc, "--version", r"release (\d+)\.")
+    if of_torch and of_torch.partition(".")[0] != major:
+        return f"nvcc is of CUDA {major}, the installed torch of CUDA {of_torch}: their major versions must be the same"
+    return None
+
+
+def cuda_arch_flags(nvcc: str) -> list[str]:
+    """Machine code for every architecture of the list that this nvcc knows, and PTX of the newest for those to come."""
+    known = ask_nvcc(nvcc, "--list-gpu-code", r"sm_(\d+)\b")
+    wanted = os.environ.get("FSDP_C_CUDA_ARCHS", "").split() or [arch for arch in CUDA_ARCHS if arch in known]
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in wanted]
+    return [*flags, f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}"]
+
+
+class BuildCuda(Command):
+    """Compile csrc/kernels/*.cu into fsdp_c/_cuda.so, or say why not."""
+
+    description = "build the CUDA kernels"
+    user_options = [("folder=", None, "where to put the library"), ("build-temp=", "t", "where to put the objects")]
+
+    def initialize_options(self) -> None:
+        """Set the defaults: in place."""
+        self.folder = "fsdp_c"
+        self.build_temp = "build/cuda"
+
+    def finalize_options(self) -> None:
+        """Nothing depends on another option."""
+
+    def run(self) -> None:
+        """Build what is stale. RuntimeError where FSDP_C_CUDA=1 demands what cannot be built."""
+        setting = os.environ.get("FSDP_C_CUDA", "")
+        nvcc = find_nvcc()
+        reason = "FSDP_C_CUDA=0" if setting == "0" else why_no_cuda(nvcc, setting == "1")
+        if reason is None and nvcc is not None:
+            self.build(nvcc)
             return
-        for obj in folder.rglob("*.o"):
-            obj.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(command)
+        if setting == "1":
+            raise RuntimeError(f"fsdp_c: the CUDA kernels cannot be built: {reason}")
+        print(f"fsdp_c: built for the CPU, without CUDA kernels ({reason})")
+
+    def build(self, nvcc: str) -> None:
+        """Compile the stale sources, several at once, and link."""
+        strict = os.environ.get("FSDP_C_WERROR", "0") not in ("", "0")
+        command = [nvcc, *CUDA_FLAGS, *(CUDA_STRICT_FLAGS if strict else []), *cuda_arch_flags(nvcc)]
+        folder = Path(self.build_temp)
+        forget_other_command(folder, json.dumps(command))
+        objects = {source: folder / (source.stem + ".o") for source in sorted(Path("csrc/kernels").glob("*.cu"))}
+        stale = [source for source, obj in objects.items() if object_is_stale(str(source), obj)]
+        with ThreadPoolExecutor(int(os.environ.get("FSDP_C_JOBS", min(os.cpu_count() or 1, 8)))) as pool:
+            list(pool.map(lambda source: self.compile_one(command, source, objects[source]), stale))
+        target = Path(self.folder) / "_cuda.so"
+        if stale or is_stale(target, [str(obj) for obj in objects.values()]):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            linking = [nvcc, "-shared", "-cudart=static", "-Xlinker=--exclude-libs,ALL,-s", *map(str, objects.values())]
+            subprocess.run([*linking, "-o", str(target)], check=True)
+
+    def compile_one(self, command: list[str], source: Path, obj: Path) -> None:
+        """Compile one source; its headers are written beside the object."""
+        depfile = obj.with_suffix(".d")
+        subprocess.run([*command, "-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(obj)], check=True)
 
 
 extra_compile_flags, extra_link_flags = flags_from_environment()
@@ -116,6 +235,6 @@ setup(
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": IncrementalBuild},
+    cmdclass={"build_ext": IncrementalBuild, "build_cuda": BuildCuda},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -7,6 +7,7 @@ enum status {
     STATUS_NO_MEMORY,
     STATUS_INVALID,     /* an argument out of its domain: a defect of the caller */
     STATUS_UNSUPPORTED, /* a dtype pair without a kernel */
+    STATUS_DEVICE,      /* the GPU's runtime refused a launch */
 };
 
 #endif

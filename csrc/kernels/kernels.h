@@ -1,9 +1,10 @@
-/* Kernels over raw pointers. A CPU .c and a CUDA .cu of one kernel stand side by side behind one signature.
+/* Kernels over raw pointers. A CPU .c and a CUDA .cu of one kernel stand side by side behind one signature (table.h).
  *
  * Invariants: a kernel never allocates, never synchronises, never exits; numel 0 is legal; offsets are int64_t; the stream
  * comes last. Every result equals torch's own, bit for bit, for the same operation sequence, NaN and infinities included.
  * "Divide" means: in the output dtype's arithmetic type (fp32 for bf16 and fp16), then rounded, as torch's `div_` of a
- * tensor of that dtype by a Python float does; a divisor of exactly 1.0 is skipped. */
+ * tensor of that dtype by a Python float does (on CUDA that is a product with the reciprocal); a divisor of exactly 1.0 is
+ * skipped. */
 #ifndef FSDP_KERNELS_KERNELS_H
 #define FSDP_KERNELS_KERNELS_H
 
@@ -30,9 +31,10 @@ struct tensor_view {
 typedef void (*kernel_body)(int64_t begin, int64_t end, void *context);
 struct kernel_stream {
     void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context);
-    void *cuda_stream; /* cudaStream_t; NULL on CPU */
-    int vector_nbytes; /* width of torch's own CPU reductions, whose order of addition norms follow; 0: not known */
-    bool fused_tail;   /* torch's build fuses the products of a reduction's last elements into their sum */
+    void *cuda_stream;    /* cudaStream_t; NULL on CPU and for CUDA's default stream */
+    int vector_nbytes;    /* width of torch's own CPU reductions, whose order of addition norms follow; 0: not known */
+    bool fused_tail;      /* torch's build fuses the products of a reduction's last elements into their sum */
+    int32_t device_index; /* of cuda_stream */
 };
 
 /* One source of a pack: a strided tensor, or data == NULL and zeros are written in its place.

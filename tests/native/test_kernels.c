@@ -20,7 +20,7 @@ static void cut_range(int64_t begin, int64_t end, int64_t grain, kernel_body bod
     }
 }
 
-static const struct kernel_stream cutting = {cut_range, NULL, 32, false};
+static const struct kernel_stream cutting = {.parallel_for = cut_range, .vector_nbytes = 32};
 
 /* A source with random sizes, a random order of its dimensions in memory and in the output, and random gaps in memory. */
 struct random_source {
@@ -284,7 +284,7 @@ static void test_checksum_of_every_flipped_bit_and_length_differs(void) {
 }
 
 static void test_norms_without_a_known_order_are_unsupported(void) {
-    const struct kernel_stream unknown = {NULL, NULL, 0, false};
+    const struct kernel_stream unknown = {.vector_nbytes = 0};
     float values[2] = {3, 4};
     float norm = 0;
     int64_t two = 2;

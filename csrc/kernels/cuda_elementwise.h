@@ -1,0 +1,304 @@
+/* One kernel behind all elementwise ones: output[i] = operation(output[i], input[i]) over any number of segments.
+ *
+ *   segment   | head | chunk 0 | chunk 1 | ... | last chunk, perhaps short | zeros |
+ *              up to the output's next 16 bytes
+ *
+ * A launch takes a table of segments by value; a block takes chunks, of any segment, in strides of the grid. Threads move 16
+ * bytes at a time wherever the memory is aligned so, and as many vectors at once as hide the latency. */
+#ifndef FSDP_KERNELS_CUDA_ELEMENTWISE_H
+#define FSDP_KERNELS_CUDA_ELEMENTWISE_H
+
+#include "kernels/cuda_launch.h"
+
+struct segment {
+    void *output;
+    const void *input;
+    int64_t numel;       /* elements that have an input */
+    int64_t zeros;       /* elements behind them that become zero */
+    int64_t first_chunk; /* in the table; filled at the launch */
+};
+
+enum { SEGMENTS = TABLE_NBYTES / sizeof(struct segment) - 1 };
+
+struct segment_table {
+    int64_t num_chunks;
+    int32_t count;
+    struct segment segments[SEGMENTS];
+};
+
+/* ---- memory, 16 bytes at a time ---- */
+
+__host__ __device__ inline bool is_aligned(const void *memory) {
+    return (uintptr_t)memory % VECTOR_NBYTES == 0;
+}
+
+/* The bits of elements, two bytes, four or eight each, from and to the four words of a vector. */
+template <typename T> __device__ inline void from_words(T *values, const unsigned *words) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+        for (int i = 0; i < VECTOR_NBYTES / 2; i++) {
+            uint16_t bits = (uint16_t)(words[i / 2] >> (i % 2 * 16));
+            memcpy(&values[i], &bits, sizeof bits);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR_NBYTES / (int)sizeof(T); i++) {
+            memcpy(&values[i], words + i * sizeof(T) / 4, sizeof(T));
+        }
+    }
+}
+
+template <typename T> __device__ inline void to_words(unsigned *words, const T *values) {
+    if constexpr (sizeof(T) == 2) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            uint16_t low, high;
+            memcpy(&low, &values[2 * i], sizeof low);
+            memcpy(&high, &values[2 * i + 1], sizeof high);
+            words[i] = (unsigned)low | (unsigned)high << 16;
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < VECTOR_NBYTES / (int)sizeof(T); i++) {
+            memcpy(words + i * sizeof(T) / 4, &values[i], sizeof(T));
+        }
+    }
+}
+
+/* By intrinsics, each one instruction: the compiler splits what it can see through into accesses of an element's size. */
+template <typename T, int COUNT> __device__ inline void load(T *values, const T *memory, bool aligned) {
+    constexpr int PER_VECTOR = VECTOR_NBYTES / sizeof(T);
+    if (aligned) {
+#pragma unroll
+        for (int v = 0; v < COUNT / PER_VECTOR; v++) {
+            uint4 loaded = __ldcg(reinterpret_cast<const uint4 *>(memory) + v);
+            const unsigned words[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+            from_words(values + v * PER_VECTOR, words);
+        }
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) {
+        values[i] = memory[i];
+    }
+}
+
+template <typename T, int COUNT> __device__ inline void store_aligned(T *memory, const T *values) {
+    constexpr int PER_VECTOR = VECTOR_NBYTES / sizeof(T);
+#pragma unroll
+    for (int v = 0; v < COUNT / PER_VECTOR; v++) {
+        unsigned words[4];
+        to_words(words, values + v * PER_VECTOR);
+        uint4 stored = {words[0], words[1], words[2], words[3]};
+        __stwb(reinterpret_cast<uint4 *>(memory) + v, stored);
+    }
+}
+
+/* ---- how much one thread does at once ---- */
+
+template <typename Out, typename In> struct step {
+    static constexpr int SMALLER = sizeof(Out) < sizeof(In) ? sizeof(Out) : sizeof(In);
+    static constexpr int LARGER = sizeof(Out) < sizeof(In) ? sizeof(In) : sizeof(Out);
+    static constexpr int NUMEL = VECTOR_NBYTES / SMALLER; /* whole vectors on both sides */
+    static constexpr int NBYTES = NUMEL * LARGER;
+    static constexpr int DEPTH = NBYTES >= 64 ? 1 : 64 / NBYTES; /* steps in flight: 64 bytes of each thread */
+    static constexpr int64_t BLOCK_NUMEL = (int64_t)THREADS * NUMEL;
+    static constexpr int64_t CHUNK_NUMEL = BLOCK_NUMEL * DEPTH;
+};
+
+/* Elements before the output's next vector. Elements lie at multiples of their size. */
+template <typename Out> __host__ __device__ inline int64_t head_of(const Out *output, int64_t total) {
+    int64_t head = (int64_t)((VECTOR_NBYTES - (uintptr_t)output % VECTOR_NBYTES) % VECTOR_NBYTES / sizeof(Out));
+    return head < total ? head : total;
+}
+
+template <typename Out, typename In> __host__ __device__ inline int64_t chunks_of(const struct segment &segment) {
+    int64_t total = segment.numel + segment.zeros;
+    int64_t body = total - head_of((const Out *)segment.output, total);
+    int64_t chunks = (body + step<Out, In>::CHUNK_NUMEL - 1) / step<Out, In>::CHUNK_NUMEL;
+    return chunks > 0 ? chunks : total > 0;
+}
+
+/* ---- one chunk ---- */
+
+template <typename Out, typename In, typename Operation> struct chunk_worker {
+    Out *output;
+    const In *input;
+    int64_t numel; /* with an input; zeros after it */
+    Operation operation;
+
+    __device__ Out value(int64_t i) const {
+        if (i >= numel) {
+            return Out();
+        }
+        return operation(Operation::READS_OUTPUT ? output[i] : Out(), Operation::READS_INPUT ? input[i] : In());
+    }
+
+    __device__ void one_by_one(int64_t begin, int64_t end) const {
+        for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
+            output[i] = value(i);
+        }
+    }
+
+    /* Whole steps, all with an input: every load is issued before the first store. */
+    __device__ void whole(int64_t begin) const {
+        using shape = step<Out, In>;
+        In in[shape::DEPTH][shape::NUMEL];
+        Out out[shape::DEPTH][shape::NUMEL];
+        int64_t first = begin + (int64_t)threadIdx.x * shape::NUMEL;
+        bool aligned = Operation::READS_INPUT && is_aligned(input + begin);
+#pragma unroll
+        for (int d = 0; d < shape::DEPTH; d++) {
+            int64_t i = first + d * shape::BLOCK_NUMEL;
+            if (Operation::READS_INPUT) {
+                load<In, shape::NUMEL>(in[d], input + i, aligned);
+            }
+            if (Operation::READS_OUTPUT) {
+                load<Out, shape::NUMEL>(out[d], output + i, true);
+            }
+        }
+#pragma unroll
+        for (int d = 0; d < shape::DEPTH; d++) {
+#pragma unroll
+            for (int i = 0; i < shape::NUMEL; i++) {
+                out[d][i] =
+                    operation(Operation::READS_OUTPUT ? out[d][i] : Out(), Operation::READS_INPUT ? in[d][i] : In());
+            }
+            store_aligned<Out, shape::NUMEL>(output + first + d * shape::BLOCK_NUMEL, out[d]);
+        }
+    }
+
+    /* The last chunk of a segment, and what lies across the end of the input. */
+    __device__ void ragged(int64_t begin, int64_t end) const {
+        using shape = step<Out, In>;
+        int64_t vectored = begin + (end - begin) / shape::NUMEL * shape::NUMEL;
+        for (int64_t i = begin + (int64_t)threadIdx.x * shape::NUMEL; i < vectored; i += shape::BLOCK_NUMEL) {
+            Out out[shape::NUMEL];
+#pragma unroll
+            for (int j = 0; j < shape::NUMEL; j++) {
+                out[j] = value(i + j);
+            }
+            store_aligned<Out, shape::NUMEL>(output + i, out);
+        }
+        one_by_one(vectored, end);
+    }
+
+    __device__ void run(int64_t chunk, int64_t total) const {
+        int64_t head = head_of(output, total);
+        int64_t begin = head + chunk * step<Out, In>::CHUNK_NUMEL;
+        int64_t end = begin + step<Out, In>::CHUNK_NUMEL;
+        if (chunk == 0) {
+            one_by_one(0, head);
+        }
+        if (end <= numel) {
+            whole(begin);
+        } else {
+            ragged(begin, end < total ? end : total);
+        }
+    }
+};
+
+/* ---- all chunks ---- */
+
+/* The segment that a chunk belongs to: the last one that begins at it or before. */
+__device__ inline int32_t segment_of(const struct segment_table &table, int64_t chunk) {
+    int32_t low = 0;
+    int32_t high = table.count;
+    while (high - low > 1) {
+        int32_t middle = (low + high) / 2;
+        if (table.segments[middle].first_chunk <= chunk) {
+            low = middle;
+        } else {
+            high = middle;
+        }
+    }
+    return low;
+}
+
+template <typename Out, typename In, typename Operation>
+__global__ void __launch_bounds__(THREADS)
+    elementwise(const __grid_constant__ struct segment_table table, Operation operation) {
+    operation.begin();
+    for (int64_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
+        const struct segment &segment = table.segments[segment_of(table, chunk)];
+        chunk_worker<Out, In, Operation> worker = {(Out *)segment.output, (const In *)segment.input, segment.numel,
+                                                   operation};
+        worker.run(chunk - segment.first_chunk, segment.numel + segment.zeros);
+    }
+}
+
+/* Enqueue one launch for the whole table, and empty it. */
+template <typename Out, typename In, typename Operation>
+enum status enqueue_elementwise(struct segment_table *table, const Operation &operation,
+                                const struct kernel_stream *stream) {
+    static_assert(sizeof(struct segment_table) + sizeof(Operation) <= 4096, "a launch takes 4 KiB by value");
+    int64_t chunks = 0;
+    for (int32_t i = 0; i < table->count; i++) {
+        table->segments[i].first_chunk = chunks;
+        chunks += chunks_of<Out, In>(table->segments[i]);
+    }
+    table->num_chunks = chunks;
+    if (chunks > 0) {
+        ENQUEUE((elementwise<Out, In, Operation>), cuda_blocks(chunks), stream, *table, operation);
+    }
+    table->count = 0;
+    return cuda_status(cudaGetLastError());
+}
+
+/* A segment without elements would make segment_of ambiguous, and has no work. */
+inline void table_add(struct segment_table *table, void *output, const void *input, int64_t numel, int64_t zeros) {
+    if (numel + zeros > 0) {
+        table->segments[table->count++] = {output, input, numel, zeros, 0};
+    }
+}
+
+inline bool table_is_full(const struct segment_table *table) {
+    return table->count == SEGMENTS;
+}
+
+/* ---- operations ---- */
+
+/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, rounded to T. */
+template <typename T> struct division {
+    arithmetic_of<T> reciprocal;
+    bool divides;
+
+    explicit division(double divisor)
+        : reciprocal((arithmetic_of<T>)1 / (arithmetic_of<T>)divisor), divides(divisor != 1.0) {
+    }
+
+    __device__ T operator()(T value) const {
+        return divides ? element<T>::store(element<T>::load(value) * reciprocal) : value;
+    }
+};
+
+template <typename Out, typename In> struct cast_divide_operation {
+    static constexpr bool READS_OUTPUT = false;
+    static constexpr bool READS_INPUT = true;
+    division<Out> divided;
+
+    __device__ void begin() {
+    }
+    __device__ Out operator()(Out, In value) const {
+        return divided(converted<Out>(value));
+    }
+};
+
+/* The sum in the wider arithmetic of the two, rounded once, as torch promotes. */
+template <typename Out, typename In> struct add_operation {
+    static constexpr bool READS_OUTPUT = true;
+    static constexpr bool READS_INPUT = true;
+
+    __device__ void begin() {
+    }
+    __device__ Out operator()(Out sum, In value) const {
+        auto total = element<Out>::load(sum) + element<In>::load(value);
+        return converted<Out>(total);
+    }
+};
+
+/* Launch what cast.cu and pack.cu make of a table; each empties it. */
+enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dtype, enum dtype input_dtype,
+                               double divisor, const struct kernel_stream *stream);
+
+#endif

@@ -1,0 +1,284 @@
+/* Many tensors into one flat buffer, with the cast and the pre-division; or added to what it holds.
+ *
+ * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the zeros behind it. Any
+ * other source has a launch of its own, where each thread finds its element by the strides. */
+#include "kernels/cuda_elementwise.h"
+#include "kernels/cuda_kernels.h"
+
+enum { MOST_NDIM = 64 /* torch's own limit */ };
+
+#ifndef MOST_STRIDED_NUMEL /* a test makes it small */
+#define MOST_STRIDED_NUMEL INT32_MAX
+#endif
+
+/* ---- sources in another order than their place ---- */
+
+/* The dimensions by output stride, the largest first: the output is dense, so element i is the i-th in this order. */
+struct strided_source {
+    const void *input;
+    void *output;
+    int64_t numel;
+    int32_t ndim;
+    int64_t sizes[MOST_NDIM];
+    int64_t strides[MOST_NDIM];
+};
+
+static int64_t output_stride(const struct pack_source *source, int32_t dim) {
+    int64_t stride = 1;
+    if (source->output_strides) {
+        return source->output_strides[dim];
+    }
+    for (int32_t d = source->view.ndim - 1; d > dim; d--) {
+        stride *= source->view.sizes[d];
+    }
+    return stride;
+}
+
+static int64_t input_stride(const struct pack_source *source, int32_t dim) {
+    struct pack_source contiguous = *source;
+    contiguous.output_strides = nullptr;
+    return source->view.strides ? source->view.strides[dim] : output_stride(&contiguous, dim);
+}
+
+/* Does the source lie in memory as in the output? Dimensions of one element say nothing. */
+static bool is_flat(const struct pack_source *source) {
+    for (int32_t d = 0; d < source->view.ndim; d++) {
+        if (source->view.sizes[d] != 1 && input_stride(source, d) != output_stride(source, d)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* False where the output strides leave holes. */
+static bool plan_strided(struct strided_source *plan, const struct pack_source *source) {
+    int64_t order[MOST_NDIM]; /* output strides of the dimensions taken so far */
+    int64_t expected = 1;
+    plan->ndim = 0;
+    for (int32_t dim = 0; dim < source->view.ndim; dim++) {
+        if (source->view.sizes[dim] == 1) {
+            continue;
+        }
+        int64_t stride = output_stride(source, dim);
+        int32_t d = plan->ndim++;
+        for (; d > 0 && order[d - 1] < stride; d--) {
+            order[d] = order[d - 1];
+            plan->sizes[d] = plan->sizes[d - 1];
+            plan->strides[d] = plan->strides[d - 1];
+        }
+        order[d] = stride;
+        plan->sizes[d] = source->view.sizes[dim];
+        plan->strides[d] = input_stride(source, dim);
+    }
+    for (int32_t d = plan->ndim - 1; d >= 0; d--) {
+        if (order[d] != expected) {
+            return false;
+        }
+        expected *= plan->sizes[d];
+    }
+    return expected == source->numel;
+}
+
+/* In 32 bits, as a division of 64 costs five times as much. */
+template <typename Out, typename In, typename Operation>
+__global__ void __launch_bounds__(THREADS)
+    strided(const __grid_constant__ struct strided_source source, Operation operation) {
+    Out *output = (Out *)source.output;
+    const In *input = (const In *)source.input;
+    int64_t step = (int64_t)gridDim.x * THREADS;
+    for (int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x; i < source.numel; i += step) {
+        uint32_t rest = (uint32_t)i;
+        int64_t offset = 0;
+        for (int32_t d = source.ndim - 1; d >= 0; d--) {
+            uint32_t size = (uint32_t)source.sizes[d];
+            uint32_t quotient = rest / size;
+            offset += (int64_t)(rest - quotient * size) * source.strides[d];
+            rest = quotient;
+        }
+        output[i] = operation(Operation::READS_OUTPUT ? output[i] : Out(), input[offset]);
+    }
+}
+
+/* As many rows of the first dimension at a time as have 32-bit places. */
+template <typename Out, typename In, typename Operation>
+static enum status enqueue_strided(struct strided_source source, const Operation &operation,
+                                   const struct kernel_stream *stream) {
+    static_assert(sizeof(struct strided_source) + sizeof(Operation) <= 4096, "a launch takes 4 KiB by value");
+    int64_t rows = source.ndim > 0 ? source.sizes[0] : 1;
+    int64_t row = source.numel / rows;
+    int64_t most = MOST_STRIDED_NUMEL / row;
+    enum status status = most > 0 ? STATUS_OK : STATUS_UNSUPPORTED;
+    while (rows > 0 && status == STATUS_OK) {
+        int64_t taken = rows < most ? rows : most;
+        source.sizes[0] = taken;
+        source.numel = taken * row;
+        ENQUEUE((strided<Out, In, Operation>), cuda_blocks((source.numel + THREADS - 1) / THREADS), stream, source,
+                operation);
+        status = cuda_status(cudaGetLastError());
+        source.input = (const In *)source.input + taken * (source.ndim > 0 ? source.strides[0] : 0);
+        source.output = (Out *)source.output + source.numel;
+        rows -= taken;
+    }
+    return status;
+}
+
+/* ---- the whole ---- */
+
+struct pack {
+    char *output;
+    enum dtype output_dtype;
+    int64_t output_numel;
+    const struct pack_source *sources;
+    int64_t num_sources;
+    double divisor;
+    bool add; /* add to the output; gaps stay as they are */
+    const struct kernel_stream *stream;
+};
+
+static int64_t nbytes_of(enum dtype dtype) {
+    return dtype == DTYPE_FLOAT64 ? 8 : dtype == DTYPE_FLOAT32 ? 4 : 2;
+}
+
+static bool is_present(const struct pack_source *source) {
+    return source->view.data && source->numel > 0;
+}
+
+static enum status check(const struct pack *pack) {
+    int64_t position = 0;
+    struct strided_source plan;
+    if ((unsigned)pack->output_dtype >= DTYPE_COUNT) {
+        return STATUS_UNSUPPORTED;
+    }
+    for (int64_t i = 0; i < pack->num_sources; i++) {
+        const struct pack_source *source = &pack->sources[i];
+        if (source->offset < position || source->numel < 0 || source->offset + source->numel > pack->output_numel) {
+            return STATUS_INVALID;
+        }
+        position = source->offset + source->numel;
+        if (!source->view.data) {
+            continue;
+        }
+        if ((unsigned)source->view.dtype >= DTYPE_COUNT) {
+            return STATUS_UNSUPPORTED;
+        }
+        if (source->view.ndim > MOST_NDIM || (source->numel > 0 && !plan_strided(&plan, source))) {
+            return STATUS_INVALID;
+        }
+    }
+    return STATUS_OK;
+}
+
+static char *output_at(const struct pack *pack, int64_t offset) {
+    return pack->output + offset * nbytes_of(pack->output_dtype);
+}
+
+static enum status flush(const struct pack *pack, struct segment_table *table, enum dtype input_dtype) {
+    if (!pack->add) {
+        return cuda_cast_segments(table, pack->output_dtype, input_dtype, pack->divisor, pack->stream);
+    }
+    return with_types(pack->output_dtype, input_dtype, [&](auto out, auto in) {
+        using Out = decltype(out);
+        using In = decltype(in);
+        return enqueue_elementwise<Out, In>(table, add_operation<Out, In>(), pack->stream);
+    });
+}
+
+static enum status pack_strided(const struct pack *pack, const struct pack_source *source) {
+    struct strided_source plan;
+    plan_strided(&plan, source);
+    plan.input = source->view.data;
+    plan.output = output_at(pack, source->offset);
+    plan.numel = source->numel;
+    return with_types(pack->output_dtype, source->view.dtype, [&](auto out, auto in) {
+        using Out = decltype(out);
+        using In = decltype(in);
+        if (pack->add) {
+            return enqueue_strided<Out, In>(plan, add_operation<Out, In>(), pack->stream);
+        }
+        cast_divide_operation<Out, In> operation = {division<Out>(pack->divisor)};
+        return enqueue_strided<Out, In>(plan, operation, pack->stream);
+    });
+}
+
+/* Where the next source with elements begins: what lies before it is zero. */
+static int64_t next_offset(const struct pack *pack, int64_t i) {
+    for (i++; i < pack->num_sources; i++) {
+        if (is_present(&pack->sources[i])) {
+            return pack->sources[i].offset;
+        }
+    }
+    return pack->output_numel;
+}
+
+/* The flat sources of one dtype with the zeros behind them; with `others` the zeros before and behind all others as well. */
+static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool others) {
+    struct segment_table table;
+    enum status status = STATUS_OK;
+    table.count = 0;
+    int64_t first = next_offset(pack, -1);
+    if (others && !pack->add) {
+        table_add(&table, pack->output, nullptr, 0, first);
+    }
+    for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++) {
+        const struct pack_source *source = &pack->sources[i];
+        if (!is_present(source)) {
+            continue;
+        }
+        int64_t end = source->offset + source->numel;
+        int64_t zeros = pack->add ? 0 : next_offset(pack, i) - end;
+        if (is_flat(source) && source->view.dtype == dtype) {
+            table_add(&table, output_at(pack, source->offset), source->view.data, source->numel, zeros);
+        } else if (others && !is_flat(source)) {
+            table_add(&table, output_at(pack, end), nullptr, 0, zeros);
+        }
+        if (table_is_full(&table)) {
+            status = flush(pack, &table, dtype);
+        }
+    }
+    return status == STATUS_OK ? flush(pack, &table, dtype) : status;
+}
+
+static bool has_flat(const struct pack *pack, enum dtype dtype) {
+    for (int64_t i = 0; i < pack->num_sources; i++) {
+        if (is_present(&pack->sources[i]) && pack->sources[i].view.dtype == dtype && is_flat(&pack->sources[i])) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static enum status run(const struct pack *pack) {
+    enum status status = check(pack);
+    device_guard guard(pack->stream);
+    status = status == STATUS_OK ? guard.status : status;
+    bool others = true;
+    for (int dtype = 0; dtype < DTYPE_COUNT && status == STATUS_OK; dtype++) {
+        if (has_flat(pack, (enum dtype)dtype)) {
+            status = pack_flat(pack, (enum dtype)dtype, others);
+            others = false;
+        }
+    }
+    if (others && status == STATUS_OK) {
+        status = pack_flat(pack, pack->output_dtype, true);
+    }
+    for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++) {
+        if (is_present(&pack->sources[i]) && !is_flat(&pack->sources[i])) {
+            status = pack_strided(pack, &pack->sources[i]);
+        }
+    }
+    return status;
+}
+
+extern "C" enum status cuda_pack(void *output, enum dtype output_dtype, int64_t output_numel,
+                                 const struct pack_source *sources, int64_t num_sources, double divisor,
+                                 const struct kernel_stream *stream) {
+    struct pack pack = {(char *)output, output_dtype, output_numel, sources, num_sources, divisor, false, stream};
+    return run(&pack);
+}
+
+extern "C" enum status cuda_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                                     int64_t num_sources, const struct kernel_stream *stream) {
+    int64_t numel = num_sources > 0 ? sources[num_sources - 1].offset + sources[num_sources - 1].numel : 0;
+    struct pack pack = {(char *)output, output_dtype, numel, sources, num_sources, 1.0, true, stream};
+    return run(&pack);
+}

@@ -1,0 +1,72 @@
+/* The CUDA library's one symbol, and what its launchers share. */
+#include "kernels/cuda_kernels.h"
+#include "kernels/cuda_launch.h"
+
+/* ---- errors and devices ---- */
+
+static thread_local cudaError_t last_error = cudaSuccess;
+
+extern "C" const char *cuda_error_text(void) {
+    return cudaGetErrorString(last_error);
+}
+
+enum status cuda_status(cudaError_t error) {
+    if (error == cudaSuccess) {
+        return STATUS_OK;
+    }
+    last_error = error;
+    return STATUS_DEVICE;
+}
+
+device_guard::device_guard(const struct kernel_stream *stream) : status(STATUS_OK), previous(0), changed(false) {
+    status = cuda_status(cudaGetDevice(&previous));
+    if (status == STATUS_OK && previous != stream->device_index) {
+        status = cuda_status(cudaSetDevice(stream->device_index));
+        changed = status == STATUS_OK;
+    }
+}
+
+device_guard::~device_guard() {
+    if (changed) {
+        cudaSetDevice(previous);
+    }
+}
+
+int64_t cuda_blocks(int64_t num_chunks) {
+    static thread_local int known_device = -1;
+    static thread_local int processors = 1;
+    int device = 0;
+    if (cudaGetDevice(&device) == cudaSuccess && device != known_device &&
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess) {
+        known_device = device;
+    }
+    int64_t most = (int64_t)processors * BLOCKS_PER_PROCESSOR;
+    return num_chunks < most ? num_chunks : most;
+}
+
+/* ---- the table ---- */
+
+static const struct kernel_table cuda_kernels = {
+    KERNEL_TABLE_VERSION,      cuda_pack,        cuda_pack_add,   cuda_cast_divide,
+    cuda_accumulate,           cuda_copy_ranges, cuda_fill,       cuda_norms,
+    cuda_norms_scratch_nbytes, cuda_scale,       cuda_error_text,
+};
+
+/* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */
+extern "C" __attribute__((visibility("default"))) const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
+    int driver = 0;
+    int toolkit = 0;
+    cudaError_t error = cudaDriverGetVersion(&driver);
+    if (error == cudaSuccess) {
+        error = cudaRuntimeGetVersion(&toolkit);
+    }
+    if (error != cudaSuccess) {
+        *why = cudaGetErrorString(error);
+        return nullptr;
+    }
+    if (driver / 1000 < toolkit / 1000) {
+        *why = "the NVIDIA driver is older than the CUDA toolkit that the kernels were compiled with";
+        return nullptr;
+    }
+    return &cuda_kernels;
+}

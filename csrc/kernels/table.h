@@ -1,0 +1,43 @@
+/* The kernels of one device, behind one signature each: what stands beside each other as x.c and x.cu.
+ *
+ * Invariant: a caller picks the table by the device of the tensors and calls through it; both tables have every kernel. On a
+ * GPU a kernel is enqueued on the stream and has not run when the call returns; it reads its arguments' memory then. */
+#ifndef FSDP_KERNELS_TABLE_H
+#define FSDP_KERNELS_TABLE_H
+
+#include "kernels/kernels.h"
+
+enum { KERNEL_TABLE_VERSION = 1 }; /* a library of another version is not loaded */
+
+struct kernel_table {
+    int32_t version;
+    enum status (*pack)(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
+                        int64_t num_sources, double divisor, const struct kernel_stream *stream);
+    enum status (*pack_add)(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                            int64_t num_sources, const struct kernel_stream *stream);
+    enum status (*cast_divide)(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                               int64_t numel, double divisor, const struct kernel_stream *stream);
+    enum status (*accumulate)(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                              enum dtype input_dtype, int64_t numel, double divisor,
+                              const struct kernel_stream *stream);
+    enum status (*copy_ranges)(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
+                               const struct kernel_stream *stream);
+    enum status (*fill)(void *output, enum dtype dtype, int64_t numel, double value,
+                        const struct kernel_stream *stream);
+    /* As kernel_norms. `scratch` is memory of the device, norms_scratch_nbytes() of it, which the kernel may overwrite. */
+    enum status (*norms)(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                         double p, void *scratch, const struct kernel_stream *stream);
+    int64_t (*norms_scratch_nbytes)(const int64_t *numels, int64_t num_tensors); /* 0: none is needed */
+    /* As kernel_scale, the coefficient being one element of the device's memory: the host does not wait for its value. */
+    enum status (*scale)(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                         const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream);
+    const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
+};
+
+extern const struct kernel_table cpu_kernels;
+
+/* The one symbol of the CUDA library. NULL, with the reason in *why, where no kernel can be launched. */
+#define CUDA_KERNELS_SYMBOL "fsdp_c_cuda_kernels"
+typedef const struct kernel_table *(*cuda_kernels_function)(const char **why);
+
+#endif

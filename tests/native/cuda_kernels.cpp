@@ -1,0 +1,472 @@
+/* The CUDA kernels, emulated, against the CPU's: bit for bit wherever both promise the same. test_cuda.py builds and runs this. */
+#include <math.h>
+
+#include <vector>
+
+#include "harness.h"
+#include "kernels/cuda_elementwise.h"
+#include "kernels/cuda_kernels.h"
+
+enum { MOST_NDIM_HERE = 4 };
+
+static uint64_t random_state = 88172645463325252u;
+static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, false, 0};
+static struct kernel_stream on_cpu;
+static const struct kernel_table *table;
+
+static int64_t nbytes_of(enum dtype dtype) {
+    return dtype_nbytes(dtype);
+}
+
+/* Memory of exactly these elements, `shift` elements behind a 16-byte boundary, so that the sanitizer sees each step outside. */
+struct memory {
+    char *whole;
+    char *data;
+    int64_t nbytes;
+
+    memory(enum dtype dtype, int64_t numel, int64_t shift = 0) {
+        int64_t before = shift * nbytes_of(dtype);
+        nbytes = numel * nbytes_of(dtype);
+        whole = (char *)malloc((size_t)(before + nbytes) + 1);
+        data = whole + before;
+        for (int64_t i = 0; i < nbytes; i++) {
+            data[i] = (char)random_below(&random_state, 256);
+        }
+    }
+    memory(const memory &other) = delete;
+    ~memory() {
+        free(whole);
+    }
+    void set(const memory &other) {
+        memcpy(data, other.data, (size_t)nbytes);
+    }
+    bool equals(const memory &other) const {
+        return memcmp(data, other.data, (size_t)nbytes) == 0;
+    }
+};
+
+/* Ordinary numbers, where random bits would be infinities and NaN too often. */
+static void fill_numbers(struct memory *memory, enum dtype dtype, int64_t numel) {
+    for (int64_t i = 0; i < numel; i++) {
+        double value = (double)(random_below(&random_state, 200001) - 100000) / 777.0;
+        kernel_cast_divide(memory->data + i * nbytes_of(dtype), dtype, &value, DTYPE_FLOAT64, 1, 1.0, nullptr);
+    }
+}
+
+static const int64_t numels[] = {0, 1, 2, 7, 8, 9, 31, 1023, 4096, 8191, 8192 * 2 + 5};
+
+template <typename Body> static void for_each_pair(Body body) {
+    for (int out = 0; out < DTYPE_COUNT; out++) {
+        for (int in = 0; in < DTYPE_COUNT; in++) {
+            for (int64_t numel : numels) {
+                int64_t shift = random_below(&random_state, 9);
+                bool together = random_below(&random_state, 2) == 0;
+                body((enum dtype)out, (enum dtype)in, numel, shift, together ? shift : random_below(&random_state, 9));
+            }
+        }
+    }
+}
+
+static void test_cast_divide_equals_the_cpus(void) {
+    const double divisors[] = {1.0, 2.0, 0.5};
+    for_each_pair([&](enum dtype out, enum dtype in, int64_t numel, int64_t out_shift, int64_t in_shift) {
+        memory input(in, numel, in_shift), expected(out, numel), actual(out, numel, out_shift);
+        for (double divisor : divisors) {
+            CHECK_EQUAL(kernel_cast_divide(expected.data, out, input.data, in, numel, divisor, nullptr), STATUS_OK);
+            CHECK_EQUAL(table->cast_divide(actual.data, out, input.data, in, numel, divisor, &on_gpu), STATUS_OK);
+            CHECK(actual.equals(expected));
+        }
+    });
+}
+
+/* torch's CUDA kernels multiply by the reciprocal in the arithmetic type. */
+template <typename T> static void check_reciprocal(enum dtype dtype, double divisor) {
+    enum { NUMEL = 3000 };
+    memory input(dtype, NUMEL), actual(dtype, NUMEL);
+    fill_numbers(&input, dtype, NUMEL);
+    const T *values = (const T *)input.data;
+    arithmetic_of<T> reciprocal = (arithmetic_of<T>)1 / (arithmetic_of<T>)divisor;
+    CHECK_EQUAL(table->cast_divide(actual.data, dtype, input.data, dtype, NUMEL, divisor, &on_gpu), STATUS_OK);
+    for (int i = 0; i < NUMEL; i++) {
+        T expected = element<T>::store(element<T>::load(values[i]) * reciprocal);
+        CHECK(memcmp(&expected, (const T *)actual.data + i, sizeof expected) == 0);
+    }
+}
+
+static void test_division_is_a_product_with_the_reciprocal(void) {
+    check_reciprocal<float>(DTYPE_FLOAT32, 3.0);
+    check_reciprocal<double>(DTYPE_FLOAT64, 1.5);
+    check_reciprocal<bfloat16>(DTYPE_BFLOAT16, 3.0);
+    check_reciprocal<float16>(DTYPE_FLOAT16, 1.5);
+}
+
+static void test_cast_divide_in_place_divides(void) {
+    memory input(DTYPE_BFLOAT16, 777, 3), expected(DTYPE_BFLOAT16, 777);
+    expected.set(input);
+    kernel_cast_divide(expected.data, DTYPE_BFLOAT16, expected.data, DTYPE_BFLOAT16, 777, 4.0, nullptr);
+    CHECK_EQUAL(table->cast_divide(input.data, DTYPE_BFLOAT16, input.data, DTYPE_BFLOAT16, 777, 4.0, &on_gpu),
+                STATUS_OK);
+    CHECK(input.equals(expected));
+    CHECK_EQUAL(table->cast_divide(input.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, 1, 4.0, &on_gpu),
+                STATUS_INVALID);
+}
+
+static void test_accumulate_equals_the_cpus(void) {
+    for_each_pair([&](enum dtype out, enum dtype in, int64_t numel, int64_t out_shift, int64_t in_shift) {
+        memory input(in, numel, in_shift), expected(out, numel), actual(out, numel, out_shift);
+        fill_numbers(&input, in, numel);
+        fill_numbers(&expected, out, numel);
+        actual.set(expected);
+        for (double divisor : {1.0, 4.0}) {
+            CHECK_EQUAL(kernel_accumulate(expected.data, out, input.data, in, numel, divisor, nullptr), STATUS_OK);
+            CHECK_EQUAL(table->accumulate(actual.data, out, input.data, in, numel, divisor, &on_gpu), STATUS_OK);
+            CHECK(actual.equals(expected));
+        }
+    });
+}
+
+/* ---- pack ---- */
+
+struct source_memory {
+    int64_t sizes[MOST_NDIM_HERE], strides[MOST_NDIM_HERE], output_strides[MOST_NDIM_HERE];
+    memory *held;
+};
+
+static void draw_order(int32_t ndim, int32_t *order, bool ordered) {
+    for (int32_t i = 0; i < ndim; i++) {
+        order[i] = i;
+    }
+    for (int32_t i = ndim - 1; i > 0 && !ordered; i--) {
+        int32_t other = (int32_t)random_below(&random_state, i + 1), held = order[i];
+        order[i] = order[other];
+        order[other] = held;
+    }
+}
+
+/* A source absent, flat, permuted in the output as in memory, or in any order with gaps. */
+static void draw_source(struct pack_source *source, struct source_memory *in) {
+    int32_t ndim = (int32_t)random_below(&random_state, MOST_NDIM_HERE + 1), order[MOST_NDIM_HERE];
+    int64_t kind = random_below(&random_state, 4), step = 1;
+    enum dtype dtype = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+    source->numel = 1;
+    for (int32_t d = 0; d < ndim; d++) {
+        in->sizes[d] = 1 + random_below(&random_state, ndim < 3 ? 60 : 7);
+        source->numel *= in->sizes[d];
+    }
+    draw_order(ndim, order, kind == 1);
+    for (int32_t i = ndim - 1; i >= 0; i--) {
+        in->output_strides[order[i]] = in->strides[order[i]] = step;
+        step *= in->sizes[order[i]];
+    }
+    int64_t span = source->numel;
+    if (kind == 3) {
+        draw_order(ndim, order, false);
+        step = 1 + random_below(&random_state, 2);
+        span = 1;
+        for (int32_t i = ndim - 1; i >= 0; i--) {
+            in->strides[order[i]] = step;
+            span += (in->sizes[order[i]] - 1) * step;
+            step = step * in->sizes[order[i]] + random_below(&random_state, 3);
+        }
+    }
+    in->held = kind == 0 ? nullptr : new memory(dtype, span, random_below(&random_state, 3));
+    if (in->held) {
+        fill_numbers(in->held, dtype, span);
+    }
+    source->view.data = in->held ? in->held->data : nullptr;
+    source->view.dtype = in->held ? dtype : DTYPE_OTHER;
+    source->view.ndim = ndim;
+    source->view.sizes = in->sizes;
+    source->view.strides = kind == 1 ? nullptr : in->strides;
+    source->output_strides = kind == 1 ? nullptr : in->output_strides;
+}
+
+static void check_pack(int64_t count, bool add) {
+    std::vector<struct pack_source> sources((size_t)count);
+    std::vector<struct source_memory> memories((size_t)count);
+    int64_t numel = 0;
+    for (int64_t i = 0; i < count; i++) {
+        draw_source(&sources[(size_t)i], &memories[(size_t)i]);
+        sources[(size_t)i].offset = numel + random_below(&random_state, 2) * random_below(&random_state, 9);
+        numel = sources[(size_t)i].offset + sources[(size_t)i].numel;
+    }
+    numel += add ? 0 : random_below(&random_state, 300);
+    enum dtype dtype = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+    memory expected(dtype, numel), actual(dtype, numel, random_below(&random_state, 8));
+    fill_numbers(&expected, dtype, numel);
+    actual.set(expected);
+    if (add) {
+        CHECK_EQUAL(kernel_pack_add(expected.data, dtype, sources.data(), count, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->pack_add(actual.data, dtype, sources.data(), count, &on_gpu), STATUS_OK);
+    } else {
+        CHECK_EQUAL(kernel_pack(expected.data, dtype, numel, sources.data(), count, 2.0, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->pack(actual.data, dtype, numel, sources.data(), count, 2.0, &on_gpu), STATUS_OK);
+    }
+    CHECK(actual.equals(expected));
+    for (struct source_memory &one : memories) {
+        delete one.held;
+    }
+}
+
+static void test_pack_equals_the_cpus(void) {
+    for (int round = 0; round < 150; round++) {
+        check_pack(random_below(&random_state, 5), round % 2 == 0);
+    }
+    check_pack(300, false); /* more than one table */
+    check_pack(300, true);
+}
+
+static void test_pack_of_a_unit_is_one_launch(void) {
+    enum { COUNT = 12, NUMEL = 100 };
+    int64_t size = NUMEL;
+    memory input(DTYPE_BFLOAT16, NUMEL), output(DTYPE_FLOAT32, COUNT * (NUMEL + 4));
+    struct pack_source sources[COUNT] = {};
+    for (int i = 0; i < COUNT; i++) {
+        sources[i].numel = NUMEL;
+        sources[i].offset = i * (NUMEL + 4);
+        sources[i].view.ndim = 1;
+        sources[i].view.sizes = &size;
+        sources[i].view.dtype = DTYPE_BFLOAT16;
+        sources[i].view.data = i == 5 ? nullptr : input.data;
+    }
+    emulated_launches = 0;
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, COUNT * (NUMEL + 4), sources, COUNT, 2.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(emulated_launches, 1);
+}
+
+static void test_pack_refuses_what_the_cpu_refuses(void) {
+    memory input(DTYPE_FLOAT32, 4), output(DTYPE_FLOAT32, 16);
+    const int64_t three = 3, sizes[2] = {2, 2}, holes[2] = {4, 1};
+    struct pack_source two[2] = {}, square = {};
+    for (struct pack_source &one : two) {
+        one.numel = 3;
+        one.view.ndim = 1;
+        one.view.sizes = &three;
+        one.view.data = input.data;
+    }
+    two[1].offset = 2; /* overlaps */
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, two, 2, 1.0, &on_gpu), STATUS_INVALID);
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 2, two, 1, 1.0, &on_gpu), STATUS_INVALID);
+    two[0].view.dtype = DTYPE_OTHER;
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, two, 1, 1.0, &on_gpu), STATUS_UNSUPPORTED);
+    CHECK_EQUAL(table->pack(output.data, DTYPE_OTHER, 16, nullptr, 0, 1.0, &on_gpu), STATUS_UNSUPPORTED);
+    square.numel = 4;
+    square.output_strides = holes;
+    square.view.ndim = 2;
+    square.view.sizes = sizes;
+    square.view.data = input.data;
+    CHECK_EQUAL(table->pack(output.data, DTYPE_FLOAT32, 16, &square, 1, 1.0, &on_gpu), STATUS_INVALID);
+}
+
+/* ---- copies ---- */
+
+static void test_copy_ranges_and_fill_equal_the_cpus(void) {
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
+        memory input((enum dtype)dtype, 9000, 1), expected((enum dtype)dtype, 20000), actual((enum dtype)dtype, 20000);
+        std::vector<struct copy_range> ranges;
+        for (int i = 0; i < 230; i++) {
+            ranges.push_back({input.data, random_below(&random_state, 8000), 80 * i, random_below(&random_state, 80)});
+        }
+        ranges.push_back({input.data, 3, 230 * 80, 1500});
+        actual.set(expected);
+        CHECK_EQUAL(kernel_copy_ranges(expected.data, (enum dtype)dtype, ranges.data(), 231, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->copy_ranges(actual.data, (enum dtype)dtype, ranges.data(), 231, &on_gpu), STATUS_OK);
+        CHECK(actual.equals(expected));
+        CHECK_EQUAL(kernel_fill(expected.data, (enum dtype)dtype, 19999, 1.7, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->fill(actual.data, (enum dtype)dtype, 19999, 1.7, &on_gpu), STATUS_OK);
+        CHECK(actual.equals(expected));
+    }
+}
+
+/* ---- scale ---- */
+
+static void test_scale_equals_the_cpus_for_any_coefficient(void) {
+    enum { COUNT = 120 };
+    for (int of = 0; of < DTYPE_COUNT; of++) {
+        const double coefficient = 0.3183098861;
+        double stored = 0;
+        std::vector<memory *> expected, actual;
+        struct tensor_view expected_views[COUNT] = {}, actual_views[COUNT] = {};
+        int64_t sizes[COUNT];
+        kernel_cast_divide(&stored, (enum dtype)of, &coefficient, DTYPE_FLOAT64, 1, 1.0, nullptr);
+        for (int i = 0; i < COUNT; i++) {
+            enum dtype dtype = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+            sizes[i] = random_below(&random_state, 300);
+            expected.push_back(new memory(dtype, sizes[i]));
+            actual.push_back(new memory(dtype, sizes[i], i % 5));
+            fill_numbers(expected.back(), dtype, sizes[i]);
+            actual.back()->set(*expected.back());
+            expected_views[i].data = expected.back()->data;
+            actual_views[i].data = actual.back()->data;
+            expected_views[i].dtype = actual_views[i].dtype = dtype;
+        }
+        CHECK_EQUAL(cpu_kernels.scale(expected_views, sizes, COUNT, &stored, (enum dtype)of, &on_cpu), STATUS_OK);
+        CHECK_EQUAL(table->scale(actual_views, sizes, COUNT, &stored, (enum dtype)of, &on_gpu), STATUS_OK);
+        for (int i = 0; i < COUNT; i++) {
+            CHECK(actual[(size_t)i]->equals(*expected[(size_t)i]));
+            delete expected[(size_t)i];
+            delete actual[(size_t)i];
+        }
+    }
+}
+
+/* ---- norms ---- */
+
+static double as_double(const char *norms, enum dtype dtype, int64_t i) {
+    return dtype == DTYPE_FLOAT64 ? ((const double *)norms)[i] : (double)((const float *)norms)[i];
+}
+
+static double norm_in_double(const char *data, enum dtype dtype, int64_t numel, double p) {
+    double sum = 0;
+    for (int64_t i = 0; i < numel; i++) {
+        double value = 0;
+        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * nbytes_of(dtype), dtype, 1, 1.0, nullptr);
+        sum = p == (double)INFINITY ? fmax(sum, fabs(value)) : sum + pow(fabs(value), p);
+    }
+    return p == (double)INFINITY ? sum : pow(sum, 1 / p);
+}
+
+static void run_norms(struct tensor_view *views, const int64_t *sizes, int64_t count, double p, char *norms) {
+    int64_t nbytes = table->norms_scratch_nbytes(sizes, count);
+    char *scratch = (char *)malloc((size_t)nbytes + 1);
+    CHECK_EQUAL(table->norms(norms, views, sizes, count, p, scratch, &on_gpu), STATUS_OK);
+    free(scratch);
+}
+
+static void test_norms_are_right_for_every_p_and_dtype(void) {
+    const int64_t sizes[] = {1, 5, 1000, 70001};
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
+        struct tensor_view views[4] = {};
+        memory first((enum dtype)dtype, 1), second((enum dtype)dtype, 5, 3), third((enum dtype)dtype, 1000),
+            fourth((enum dtype)dtype, 70001, 1), *all[] = {&first, &second, &third, &fourth};
+        for (int i = 0; i < 4; i++) {
+            fill_numbers(all[i], (enum dtype)dtype, sizes[i]);
+            views[i].data = all[i]->data;
+            views[i].dtype = (enum dtype)dtype;
+        }
+        for (double p : {1.0, 2.0, 3.0, (double)INFINITY}) {
+            double norms[4];
+            run_norms(views, sizes, 4, p, (char *)norms);
+            for (int i = 0; i < 4; i++) {
+                double expected = norm_in_double(all[i]->data, (enum dtype)dtype, sizes[i], p);
+                double actual = as_double((const char *)norms, (enum dtype)dtype, i);
+                CHECK(fabs(actual - expected) <= (p == (double)INFINITY ? 0 : 3e-6) * expected);
+            }
+        }
+    }
+}
+
+/* The order of addition is the element's place: neither the grid, nor the address, nor the neighbours change a bit. */
+static void test_norms_have_the_same_bits_on_any_grid_and_address(void) {
+    enum { NUMEL = 200003 };
+    memory values(DTYPE_FLOAT32, NUMEL), shifted(DTYPE_FLOAT32, NUMEL, 1);
+    fill_numbers(&values, DTYPE_FLOAT32, NUMEL);
+    shifted.set(values);
+    struct tensor_view views[3] = {};
+    const int64_t sizes[3] = {NUMEL, 17, NUMEL};
+    float norms[3], alone;
+    for (struct tensor_view &view : views) {
+        view.data = values.data;
+    }
+    views[2].data = shifted.data;
+    run_norms(views, sizes, 3, 2.0, (char *)norms);
+    run_norms(views, sizes, 1, 2.0, (char *)&alone);
+    CHECK(memcmp(&norms[0], &norms[2], sizeof alone) == 0);
+    CHECK(memcmp(&norms[0], &alone, sizeof alone) == 0);
+}
+
+static void test_norms_of_many_tensors_take_several_tables(void) {
+    enum { COUNT = 400 };
+    std::vector<struct tensor_view> views(COUNT);
+    std::vector<int64_t> sizes(COUNT, 1);
+    std::vector<float> values(COUNT), norms(COUNT);
+    for (int i = 0; i < COUNT; i++) {
+        values[(size_t)i] = (float)-i;
+        views[(size_t)i].data = &values[(size_t)i];
+    }
+    run_norms(views.data(), sizes.data(), COUNT, 2.0, (char *)norms.data());
+    for (int i = 0; i < COUNT; i++) {
+        CHECK(norms[(size_t)i] == (float)i);
+    }
+}
+
+static void test_the_largest_magnitude_is_nan_where_one_is(void) {
+    float values[2000] = {0}, norm = 0;
+    struct tensor_view view = {};
+    int64_t numel = 2000;
+    values[3] = INFINITY;
+    values[1500] = NAN;
+    view.data = values;
+    run_norms(&view, &numel, 1, (double)INFINITY, (char *)&norm);
+    CHECK(norm != norm);
+}
+
+/* ---- launches ---- */
+
+static void test_nothing_to_do_is_no_launch(void) {
+    int64_t none = 0;
+    struct tensor_view view = {};
+    emulated_launches = 0;
+    CHECK_EQUAL(table->pack(nullptr, DTYPE_FLOAT32, 0, nullptr, 0, 3.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->pack_add(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->cast_divide(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->fill(nullptr, DTYPE_FLOAT32, 0, 3.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->copy_ranges(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->scale(&view, &none, 1, &none, DTYPE_FLOAT32, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(emulated_launches, 0);
+}
+
+static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(void) {
+    const struct kernel_stream second = {nullptr, nullptr, 0, false, 1}, missing = {nullptr, nullptr, 0, false, 7};
+    memory values(DTYPE_FLOAT32, 10);
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &second), STATUS_OK); /* the emulation checks it */
+    CHECK_EQUAL(emulated_device, 0);
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &missing), STATUS_DEVICE);
+    CHECK_EQUAL(emulated_device, 0);
+}
+
+static void test_a_refused_launch_is_told(void) {
+    memory values(DTYPE_FLOAT32, 10);
+    emulated_launch_error = 98;
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_DEVICE);
+    CHECK(strcmp(table->device_error(), "an emulated error") == 0);
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK);
+}
+
+static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
+    enum { NUMEL = 700000 };
+    memory input(DTYPE_BFLOAT16, NUMEL), expected(DTYPE_FLOAT32, NUMEL), actual(DTYPE_FLOAT32, NUMEL, 1);
+    emulated_most_blocks = 0;
+    kernel_cast_divide(expected.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, nullptr);
+    CHECK_EQUAL(table->cast_divide(actual.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
+                STATUS_OK);
+    CHECK(actual.equals(expected));
+    CHECK_EQUAL(emulated_most_blocks, emulated_processors * BLOCKS_PER_PROCESSOR);
+}
+
+extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **why);
+
+int main(void) {
+    const char *why = nullptr;
+    table = fsdp_c_cuda_kernels(&why);
+    CHECK(table != nullptr && table->version == KERNEL_TABLE_VERSION);
+    RUN(test_cast_divide_equals_the_cpus);
+    RUN(test_division_is_a_product_with_the_reciprocal);
+    RUN(test_cast_divide_in_place_divides);
+    RUN(test_accumulate_equals_the_cpus);
+    RUN(test_pack_equals_the_cpus);
+    RUN(test_pack_of_a_unit_is_one_launch);
+    RUN(test_pack_refuses_what_the_cpu_refuses);
+    RUN(test_copy_ranges_and_fill_equal_the_cpus);
+    RUN(test_scale_equals_the_cpus_for_any_coefficient);
+    RUN(test_norms_are_right_for_every_p_and_dtype);
+    RUN(test_norms_have_the_same_bits_on_any_grid_and_address);
+    RUN(test_norms_of_many_tensors_take_several_tables);
+    RUN(test_the_largest_magnitude_is_nan_where_one_is);
+    RUN(test_nothing_to_do_is_no_launch);
+    RUN(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one);
+    RUN(test_a_refused_launch_is_told);
+    RUN(test_a_large_tensor_is_taken_in_strides_of_the_grid);
+    return 0;
+}

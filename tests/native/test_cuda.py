@@ -1,0 +1,74 @@
+"""The CUDA kernels without a GPU: run by emulation against the CPU's, and compiled by nvcc wherever it stands."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.native.test_native import CSRC, NATIVE, SANITIZE, run
+
+ROOT = NATIVE.parents[1]
+KERNELS = CSRC / "kernels"
+EMULATION = ["-std=c++17", "-O0", "-g", "-ffp-contract=off", "-fno-strict-aliasing", "-Wall", "-Wextra", "-Wshadow"]
+EMULATION += [
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    f"-I{CSRC}",
+    f"-I{NATIVE}",
+    "-DMOST_STRIDED_NUMEL=500",
+    "-DCUDA_THREADS=32",
+]
+EMULATION += ["-include", str(NATIVE / "cuda_emulation.h"), "-x", "c++"]
+C = ["-std=c11", "-O1", "-g", "-ffp-contract=off", f"-I{CSRC}"]
+
+
+def call(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | environment)
+
+
+def compile_to(output: Path, *command: str) -> None:
+    done = call(*command, "-o", str(output))
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
+def sanitizers(folder: Path) -> list[str]:
+    (folder / "empty.cpp").write_text("int main() { return 0; }\n")
+    command = ["c++", *SANITIZE, str(folder / "empty.cpp"), "-o", str(folder / "empty")]
+    works = subprocess.run(command, capture_output=True).returncode == 0 and run(folder / "empty").returncode == 0
+    return SANITIZE if works else []
+
+
+def test_every_kernel_of_the_cpu_has_a_twin() -> None:
+    assert {path.stem for path in KERNELS.glob("*.cu")} == {path.stem for path in KERNELS.glob("*.c")} - {"blocks"}
+
+
+def test_emulated_kernels_equal_the_cpus(tmp_path: Path) -> None:
+    sanitize = sanitizers(tmp_path)
+    objects = {path: tmp_path / f"{path.name}.o" for path in sorted(KERNELS.glob("*.c*"))}
+    objects[NATIVE / "cuda_kernels.cpp"] = tmp_path / "main.o"
+
+    def compile_one(source: Path) -> None:
+        compiler = ["cc", *C] if source.suffix == ".c" else ["c++", *EMULATION]
+        compile_to(objects[source], *compiler[:1], *sanitize, *compiler[1:], "-c", str(source))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, objects))
+    compile_to(tmp_path / "kernels", "c++", *sanitize, *map(str, objects.values()), "-lpthread")
+    result = run(tmp_path / "kernels")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(400)
+def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
+    """For one architecture: the others differ in nothing that a warning could name."""
+    settings = {"FSDP_C_CUDA": "1", "FSDP_C_WERROR": "1", "FSDP_C_CUDA_ARCHS": "90"}
+    folders = ["--folder", str(tmp_path), "--build-temp", str(tmp_path / "objects")]
+    done = call(sys.executable, "setup.py", "-q", "build_cuda", *folders, **settings)
+    if "nvcc is not found" in done.stderr:
+        pytest.skip("nvcc is not here")
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    library = (tmp_path / "_cuda.so").read_bytes()
+    assert b"fsdp_c_cuda_kernels" in library and b"libcudart.so" not in library
