@@ -46,7 +46,8 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def _replaced(path: Path) -> Path:
-    return path.with_name(f".{path.name}.old")
+    full = Path(os.path.abspath(path))
+    return full.parent / f".{full.name}.old"
 
 
 def check_target(path: Path) -> None:

@@ -251,7 +251,7 @@ class _Reader:
             _require((key, None) in stored, f"{key} is nowhere")
             return BytesEntry(*stored[key, None])
         _require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
-        shape = _ints(value.size, key)
+        shape = _shape(value.size, key)
         dtype = _dtype(value.properties)
         _require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
         chunks = [self._chunk(key, shape, dtype, chunk, stored) for chunk in value.chunks]
@@ -261,7 +261,7 @@ class _Reader:
 
     def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
         _require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
-        offsets, sizes = _ints(chunk.offsets, key), _ints(chunk.sizes, key)
+        offsets, sizes = _ints(chunk.offsets, key), _shape(chunk.sizes, key)
         fits = len(offsets) == len(sizes) == len(shape)
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
         _require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
@@ -289,8 +289,13 @@ def _require(condition: Any, problem: str) -> None:
 def _ints(values: Any, what: str) -> tuple[int, ...]:
     _require(isinstance(values, (tuple, list)), f"{what}: {type(values).__name__} where sizes are expected")
     _require(all(type(v) is int and 0 <= v < 2**62 for v in values), f"{what}: sizes {values}")
-    _require(math.prod(values) < 2**62, f"{what}: sizes {values}")
     return tuple(values)
+
+
+def _shape(values: Any, what: str) -> tuple[int, ...]:
+    sizes = _ints(values, what)
+    _require(math.prod(sizes) < 2**62, f"{what}: sizes {sizes}")
+    return sizes
 
 
 def _place(piece: Any, start: int, length: int, what: str) -> Place | None:

@@ -42,10 +42,12 @@ class Place(NamedTuple):
 
 
 def memory(tensor: Tensor) -> memoryview:
-    """The bytes of a dense CPU tensor, without a copy. Valid while the tensor is."""
+    """The bytes of a dense CPU tensor, without a copy; the tensor lives as long as the view."""
     if not tensor.nbytes:
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    data.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(data).cast("B")
 
 
 def is_dense(tensor: Tensor) -> bool:
