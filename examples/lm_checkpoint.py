@@ -1,14 +1,11 @@
 """The output folder of a run and the checkpoints in it.
 
     OUT/run.json, loss.png, sample.txt
-    OUT/step-000200/model.pt             the full model, readable without FSDP
-                    optimizer-0-of-2.pt  the optimizer's state of rank 0's shards
-                    checkpoint.json      what the two belong to
+    OUT/step-000200/    a folder of fsdp_c.checkpoint: the shards of all ranks, with checksums
 
-A checkpoint is complete or not there: it is written under a temporary name, flushed to disk, then renamed.
+A checkpoint is complete or not there, and loads on any number of ranks, with any strategy, into torch's FSDP as well.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -17,29 +14,40 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from lm_data import InputError
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import fsdp_c
+from fsdp_c import checkpoint
 
 RUN_FILE = "run.json"
 OWN_FILES = (RUN_FILE, "loss.png", "sample.txt")
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether ``folder`` has what is written last."""
+    return (folder / ".metadata").is_file()
+
+
 def checkpoints_in(folder: Path) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if (path / "checkpoint.json").is_file())
+    return sorted(path for path in folder.glob("step-*") if is_checkpoint(path))
 
 
-def find_checkpoint(resume: str, out: Path) -> Path | None:
-    """What ``--resume`` means: this checkpoint, the newest of this run, or with "auto" the newest in ``out`` if any."""
-    folder = out if resume == "auto" else Path(resume)
-    if (folder / "checkpoint.json").is_file():
-        return folder
-    found = checkpoints_in(folder)
-    if not found and resume != "auto":
+def find_checkpoints(resume: str, out: Path) -> list[Path]:
+    """What ``--resume`` means, to be tried in this order: one checkpoint, the newest of a run, or with "auto" all in
+    ``out`` from the newest on, if any."""
+    if resume == "auto":
+        return checkpoints_in(out)[::-1]
+    folder = Path(resume)
+    found = [folder] if is_checkpoint(folder) else checkpoints_in(folder)[-1:]
+    if not found:
         raise InputError(f"--resume {resume}: no checkpoint there")
-    return found[-1] if found else None
+    return found
 
 
-def open_run_folder(out: Path, *, resumed: Path | None, resume: bool, overwrite: bool) -> None:
+def open_run_folder(out: Path, *, resumed: Path | None, resume: str | None, overwrite: bool) -> None:
     """Make ``out``, or take it over where that was asked for: an earlier run to replace, or to continue from its newest
     checkpoint. Called by one rank."""
     if out.exists() and not out.is_dir():
@@ -47,7 +55,7 @@ def open_run_folder(out: Path, *, resumed: Path | None, resume: bool, overwrite:
     if out.exists() and any(out.iterdir()):
         is_run = (out / RUN_FILE).is_file()
         newest = [path.resolve() for path in checkpoints_in(out)[-1:]]
-        continues = resume and is_run and newest == ([resumed.resolve()] if resumed else [])
+        continues = is_run and (resume == "auto" or (resume and newest == ([resumed.resolve()] if resumed else [])))
         if overwrite and is_run and not resume:
             remove_run(out)
         elif not continues:
@@ -58,7 +66,7 @@ def open_run_folder(out: Path, *, resumed: Path | None, resume: bool, overwrite:
 
 def remove_run(out: Path) -> None:
     """Remove what this script wrote, and nothing else."""
-    for path in [*out.glob("step-*"), *out.glob(".step-*.tmp")]:
+    for path in [*out.glob("step-*"), *out.glob(".step-*")]:
         shutil.rmtree(path)
     for name in OWN_FILES:
         (out / name).unlink(missing_ok=True)
@@ -68,72 +76,58 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Let ``write`` fill a temporary file, flush it to disk and give it its name."""
     temporary = path.with_name(f".{path.name}.tmp")
     write(temporary)
-    flush(temporary)
-    temporary.replace(path)
-
-
-def flush(path: Path) -> None:
-    """fsync a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(temporary, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    temporary.replace(path)
 
 
 def save_checkpoint(
-    out: Path, description: dict[str, Any], model: dict[str, Any], optimizer: dict[str, Any], keep: int
+    out: Path, step: int, model: Any, optimizer: torch.optim.Optimizer, extra: dict[str, Any], keep: int
 ) -> None:
-    """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective; only rank 0 looks at ``model``."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    final = out / f"step-{description['step']:06d}"
-    temporary = out / f".{final.name}.tmp"
-    if rank == 0:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-    dist.barrier()
-    torch.save(optimizer, temporary / optimizer_file(rank, world_size))
-    flush(temporary / optimizer_file(rank, world_size))
-    if rank == 0:
-        write_atomically(temporary / "model.pt", lambda path: torch.save(model, path))
-        write_atomically(temporary / "checkpoint.json", lambda path: path.write_text(json.dumps(description)))
-    dist.barrier()
-    if rank == 0:
-        publish(temporary, final)
+    """Write ``OUT/step-...``, then drop all but the newest ``keep``. Collective."""
+    path = out / f"step-{step:06d}"
+    if isinstance(model, fsdp_c.FullyShardedDataParallel):
+        checkpoint.save(model, optimizer, path, extra=extra)
+    else:
+        save_of_torch(model, optimizer, path, extra)
+    if dist.get_rank() == 0:
         for old in checkpoints_in(out)[:-keep]:
             shutil.rmtree(old)
     dist.barrier()
 
 
-def publish(temporary: Path, final: Path) -> None:
-    """Give a complete checkpoint its name; one of the same step, left by an earlier run of this folder, goes."""
-    flush(temporary)
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
-    flush(final.parent)
-
-
-def optimizer_file(rank: int, world_size: int) -> str:
-    return f"optimizer-{rank}-of-{world_size}.pt"
-
-
-def read_description(checkpoint: Path, expected: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds. InputError where it was made by something other than ``expected``."""
+def load_checkpoint(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Load model and optimizer; returns ``extra``. Collective; InputError on all ranks for a checkpoint of another
+    model, or a damaged one."""
     try:
-        description = json.loads((checkpoint / "checkpoint.json").read_text())
-        found = {key: description[key] for key in expected}
-        description["step"], description["losses"], description["evaluations"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{checkpoint}: damaged checkpoint.json ({error!r})") from error
-    for key, value in expected.items():
-        if found[key] != value:
-            raise InputError(f"{checkpoint} is of another {key.replace('_', ' ')}: {found[key]} there, {value} here")
-    return description
+        if isinstance(model, fsdp_c.FullyShardedDataParallel):
+            return checkpoint.load(model, optimizer, path)
+        return load_of_torch(model, optimizer, path)
+    except checkpoint.CheckpointError as error:
+        raise InputError(str(error)) from error
 
 
-def load_part(checkpoint: Path, name: str) -> dict[str, Any]:
-    """One file of a checkpoint, tensors on the CPU."""
-    try:
-        return torch.load(checkpoint / name, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise InputError(f"{checkpoint / name}: cannot be read ({error})") from error
+# With --impl torch or --against torch: the same files by torch's own means
+
+
+def save_of_torch(model: Any, optimizer: torch.optim.Optimizer, path: Path, extra: dict[str, Any]) -> None:
+    """Under another name until it is complete; torch.distributed.checkpoint leaves that to its caller."""
+    states = get_state_dict(model, optimizer)
+    temporary = path.with_name(f".{path.name}")
+    dcp.save({"model": states[0], "optim": states[1], "extra": extra}, checkpoint_id=temporary)
+    if dist.get_rank() == 0:
+        shutil.rmtree(path, ignore_errors=True)
+        temporary.rename(path)
+    dist.barrier()
+
+
+def load_of_torch(model: Any, optimizer: torch.optim.Optimizer, path: Path) -> dict[str, Any]:
+    """Into torch's FSDP."""
+    extra = checkpoint.load(torch.nn.Module(), None, path, strict=False)
+    states = get_state_dict(model, optimizer)
+    dcp.load({"model": states[0], "optim": states[1]}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+    return extra

@@ -26,11 +26,9 @@ import torch
 import torch.distributed as dist
 from lm_checkpoint import (
     RUN_FILE,
-    find_checkpoint,
-    load_part,
+    find_checkpoints,
+    load_checkpoint,
     open_run_folder,
-    optimizer_file,
-    read_description,
     save_checkpoint,
     write_atomically,
 )
@@ -87,7 +85,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--resume",
         metavar="PATH|auto",
-        help="continue from a checkpoint, or from the newest one in --out if there is one",
+        help="continue from a checkpoint, or from the newest good one in --out if there is one",
     )
     add("--overwrite", action="store_true", help="replace an earlier run in --out")
 
@@ -212,15 +210,6 @@ class Trainer:
             device_id=self.ranks.device,
         )
 
-    def identity(self) -> dict[str, Any]:
-        """What must be equal for a checkpoint to fit."""
-        return {
-            "model": asdict(self.config),
-            "world_size": self.ranks.world_size,
-            "strategy": self.args.strategy,
-            "use_orig_params": self.args.use_orig_params,
-        }
-
     # Training
 
     def train(self, out: Path | None) -> None:
@@ -302,33 +291,33 @@ class Trainer:
         with self.fsdp.FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
 
-    def state_dict_context(self, **options: bool) -> Any:
-        """Select the full state dict: plain names, unsharded tensors."""
-        fsdp = self.fsdp
-        config = fsdp.FullStateDictConfig(**options)
-        return fsdp.FullyShardedDataParallel.state_dict_type(self.model, fsdp.StateDictType.FULL_STATE_DICT, config)
-
     def save(self, out: Path) -> None:
         """Write a checkpoint. Collective."""
-        with self.state_dict_context(rank0_only=True, offload_to_cpu=self.ranks.device.type != "cpu"):
-            model = self.model.state_dict()
-        description = self.identity() | {"data": self.batches.text.checksum} | asdict(self.progress)
-        save_checkpoint(out, description, model, self.optimizer.state_dict(), self.args.keep)
+        extra = {"data": self.batches.text.checksum} | asdict(self.progress)
+        save_checkpoint(out, self.progress.step, self.model, self.optimizer, extra, self.args.keep)
 
     def load(self, checkpoint: Path) -> None:
-        """Continue from a checkpoint. Collective; InputError on all ranks, with nothing changed, if it does not fit."""
-        description = self.ranks.agree(lambda: read_description(checkpoint, self.identity()))
-        optimizer_part = optimizer_file(self.ranks.rank, self.ranks.world_size)
-        model, optimizer = self.ranks.agree(
-            lambda: (load_part(checkpoint, "model.pt"), load_part(checkpoint, optimizer_part))
-        )
-        with self.state_dict_context():
-            self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
-        evaluations = [(step, nats) for step, nats in description["evaluations"]]
-        self.progress = Progress(description["step"], description["losses"], evaluations)
-        if description["data"] != self.batches.text.checksum:
+        """Continue from a checkpoint. Collective; InputError on all ranks if it is damaged or of another model."""
+        extra = load_checkpoint(checkpoint, self.model, self.optimizer)
+        try:
+            evaluations = [(step, nats) for step, nats in extra["evaluations"]]
+            self.progress = Progress(extra["step"], list(extra["losses"]), evaluations)
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"{checkpoint}: not a checkpoint of this script ({error!r})") from error
+        if extra["data"] != self.batches.text.checksum:
             self.ranks.say(f"note: {checkpoint} was trained on another text")
+
+    def load_first(self, checkpoints: list[Path]) -> Path | None:
+        """Continue from the first checkpoint that is good, and say which are not. Collective."""
+        for index, checkpoint in enumerate(checkpoints):
+            try:
+                self.load(checkpoint)
+                return checkpoint
+            except InputError as error:
+                if index == len(checkpoints) - 1:
+                    raise
+                self.ranks.say(f"note: {error}; trying the one before")
+        return None
 
 
 def in_bits(nats: float) -> str:
@@ -372,15 +361,15 @@ def largest_difference(ours: Trainer, theirs: Trainer) -> float:
     return max(losses, parameters) if math.isfinite(losses + parameters) else math.inf
 
 
-def prepare(args: argparse.Namespace, ranks: Ranks) -> tuple[Text, Path | None]:
-    """The text and the checkpoint to start from. Collective; InputError on all ranks where either is no use."""
+def prepare(args: argparse.Namespace, ranks: Ranks) -> tuple[Text, list[Path]]:
+    """The text and the checkpoints to try to start from. Collective; InputError on all ranks where either is no use."""
     text = ranks.agree(lambda: load_text(args.data, args.context))
     checksums = [0] * ranks.world_size
     dist.all_gather_object(checksums, text.checksum)
     if len(set(checksums)) != 1:
         raise InputError(f"the ranks read different texts from {text.source}")
-    checkpoint = ranks.agree(lambda: find_checkpoint(args.resume, args.out) if args.resume else None)
-    return text, checkpoint
+    checkpoints = ranks.agree(lambda: find_checkpoints(args.resume, args.out) if args.resume else [])
+    return text, checkpoints
 
 
 def describe(trainer: Trainer) -> str:
@@ -394,11 +383,10 @@ def describe(trainer: Trainer) -> str:
 
 def run(args: argparse.Namespace, ranks: Ranks) -> int:
     """The whole job; returns the exit status."""
-    text, checkpoint = prepare(args, ranks)
+    text, checkpoints = prepare(args, ranks)
     trainer = Trainer(args.impl, args, ranks, text)
-    if checkpoint:
-        trainer.load(checkpoint)
-    folder_options = {"resumed": checkpoint, "resume": bool(args.resume), "overwrite": args.overwrite}
+    checkpoint = trainer.load_first(checkpoints)
+    folder_options = {"resumed": checkpoint, "resume": args.resume, "overwrite": args.overwrite}
     ranks.agree(lambda: open_run_folder(args.out, **folder_options) if ranks.is_first else None)
     ranks.say(describe(trainer))
     if ranks.is_first:

@@ -1,8 +1,8 @@
 """examples/train_lm.py as a user runs it: outputs, resuming, equality with torch's FSDP1, one message for bad input."""
 
-import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +16,9 @@ sys.path.insert(0, str(EXAMPLES))
 
 import lm_data  # noqa: E402
 import train_lm  # noqa: E402
+
+from fsdp_c import checkpoint  # noqa: E402
+from fsdp_c.checkpoint import cli  # noqa: E402
 
 TEXT = ROOT / "LICENSE"
 CONTEXT = 16
@@ -45,8 +48,11 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, succeed("--out", str(out), "--against", "torch")
 
 
-def model_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    return torch.load(checkpoint / "model.pt", weights_only=True)
+def plain_model(path: Path) -> torch.nn.Module:
+    """The model of a checkpoint, without FSDP."""
+    plain = train_lm.GPT(train_lm.ModelConfig(layers=1, width=16, heads=2, context=CONTEXT))
+    checkpoint.load(plain, None, path)
+    return plain
 
 
 def test_a_run_leaves_checkpoints_curve_and_sample(finished_run: tuple[Path, str]) -> None:
@@ -70,21 +76,38 @@ def test_training_equals_torch_fsdp1_bit_for_bit(finished_run: tuple[Path, str])
     assert "largest difference between fsdp_c and torch, 4 steps: losses 0, parameters 0\n" in printed
 
 
-def test_a_checkpoint_holds_the_plain_model(finished_run: tuple[Path, str]) -> None:
-    out, _ = finished_run
-    plain = train_lm.GPT(train_lm.ModelConfig(layers=1, width=16, heads=2, context=CONTEXT))
-    plain.load_state_dict(model_of(out / "step-000004"), strict=True)
+def assert_same_checkpoint(one: Path, other: Path) -> None:
+    """Parameters, optimizer state, progress."""
+    assert cli.main(["diff", str(one), str(other)]) == 0
 
 
 def test_resuming_continues_as_if_never_interrupted(finished_run: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = finished_run
     succeed("--out", str(tmp_path / "resumed"), "--resume", str(out / "step-000002"))
-    whole, resumed = out / "step-000004", tmp_path / "resumed" / "step-000004"
-    expected, actual = model_of(whole), model_of(resumed)
-    assert actual.keys() == expected.keys()
+    assert_same_checkpoint(out / "step-000004", tmp_path / "resumed" / "step-000004")
+
+
+def test_resume_auto_passes_over_a_damaged_checkpoint(finished_run: tuple[Path, str], tmp_path: Path) -> None:
+    out, _ = finished_run
+    shutil.copytree(out, tmp_path / "run")
+    for file in (tmp_path / "run" / "step-000004").glob("*.distcp"):
+        os.truncate(file, file.stat().st_size // 2)
+    printed = succeed("--out", str(tmp_path / "run"), "--resume", "auto")
+    assert "trying the one before" in printed
+    assert "resumed from" in printed
+    assert_same_checkpoint(out / "step-000004", tmp_path / "run" / "step-000004")
+
+
+def test_resuming_with_another_number_of_ranks_strategy_and_implementation(finished_run, tmp_path: Path) -> None:
+    """The first step after it starts from the same parameters, in torch's FSDP as well."""
+    out, _ = finished_run
+    flags = ["--resume", str(out / "step-000002"), "--steps", "2"]
+    one = train("--out", str(tmp_path / "1"), *flags, "--strategy", "shard_grad_op", "--use-orig-params", world_size=1)
+    assert one.returncode == 0, one.stderr[-4000:]
+    printed = succeed("--out", str(tmp_path / "2"), *flags, "--impl", "torch", "--steps", "4")
+    assert "2 of 4 steps done" in printed
+    expected, actual = (plain_model(path / "step-000004").state_dict() for path in (out, tmp_path / "2"))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    read = [json.loads((checkpoint / "checkpoint.json").read_text()) for checkpoint in (whole, resumed)]
-    assert read[0] == read[1]
 
 
 def test_missing_data_is_one_error_and_writes_nothing(tmp_path: Path) -> None:
