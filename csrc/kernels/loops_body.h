@@ -201,7 +201,7 @@ static bool double_unscale(void *tensor, int64_t numel, double factor) {
 /* ---- norms ---- */
 
 /* The width that sums of magnitudes are made with, whatever the processor's vectors; that of squares is in squares.h. */
-enum { SUM_NBYTES = 64 };
+enum { SUM_NBYTES = 32, SUMS_AT_ONCE = 4 };
 
 /* squares: adds to each tensor's lanes, several tensors in turn because each sum waits for the one before. largest: of the
  * magnitudes as integers, whose order is that of the numbers with NaN above infinity. sum: of magnitudes, lane by lane, then
@@ -258,19 +258,19 @@ DEFINE_SQUARES(double, square_doubles)
     typedef integer type##_sum_bits __attribute__((vector_size(SUM_NBYTES)));                                          \
     static double type##_sum(const void *input, int64_t numel) {                                                       \
         const int64_t num_lanes = SUM_NBYTES / sizeof(type);                                                           \
-        type##_sum_vector evens = {0};                                                                                 \
-        type##_sum_vector odds = {0};                                                                                  \
+        type##_sum_vector sums[SUMS_AT_ONCE] = {{0}};                                                                  \
         double sum = 0;                                                                                                \
         int64_t i = 0;                                                                                                 \
-        for (; i + 2 * num_lanes <= numel; i += 2 * num_lanes) {                                                       \
-            type##_sum_bits bits[2];                                                                                   \
-            memcpy(bits, (const type *)input + i, sizeof bits);                                                        \
-            evens += (type##_sum_vector)(bits[0] & magnitude_mask);                                                    \
-            odds += (type##_sum_vector)(bits[1] & magnitude_mask);                                                     \
+        for (; i + SUMS_AT_ONCE * num_lanes <= numel; i += SUMS_AT_ONCE * num_lanes) {                                 \
+            for (int part = 0; part < SUMS_AT_ONCE; part++) {                                                          \
+                type##_sum_bits bits;                                                                                  \
+                memcpy(&bits, (const type *)input + i + part * num_lanes, sizeof bits);                                \
+                sums[part] += (type##_sum_vector)(bits & magnitude_mask);                                              \
+            }                                                                                                          \
         }                                                                                                              \
-        evens += odds;                                                                                                 \
+        sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);                                                           \
         for (int64_t lane = 0; lane < num_lanes; lane++) {                                                             \
-            sum += (double)evens[lane];                                                                                \
+            sum += (double)sums[0][lane];                                                                              \
         }                                                                                                              \
         for (; i < numel; i++) {                                                                                       \
             sum += fabs((double)((const type *)input)[i]);                                                             \
