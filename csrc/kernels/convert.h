@@ -81,7 +81,7 @@ static inline float16 float16_from_bfloat16(bfloat16 value) {
 #define bfloat16_from_double(value)   bfloat16_from_float((float)(value))
 #define float16_from_double(value)    float16_from_float((float)(value))
 
-/* The arithmetic of each type: what it is computed in, loaded to and stored from; its bits, and those of inf and NaN. */
+/* The arithmetic of each type: what it is computed in, loaded to and stored from. */
 typedef float float_arith;
 typedef double double_arith;
 typedef float bfloat16_arith;
@@ -94,13 +94,5 @@ typedef float float16_arith;
 #define double_store(value) (value)
 #define bfloat16_store      bfloat16_from_float
 #define float16_store       float16_from_float
-typedef uint32_t float_bits;
-typedef uint64_t double_bits;
-typedef uint16_t bfloat16_bits;
-typedef uint16_t float16_bits;
-static const float_bits float_exponent = 0x7f800000u;
-static const double_bits double_exponent = 0x7ff0000000000000u;
-static const bfloat16_bits bfloat16_exponent = 0x7f80u;
-static const float16_bits float16_exponent = 0x7c00u;
 
 #endif

@@ -80,7 +80,7 @@ enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double va
 
 /* norms[i] = the p-norm of contiguous tensor i in fp32 (fp64 for fp64 tensors), 0 < p <= infinity. `norms` is an array of
  * that arithmetic type, one per call. For p of 2 and infinity bit for bit what torch.linalg.vector_norm(tensor, p, dtype=fp32)
- * gives; for others in an order that depends on numel alone, the sums in fp64: as exact as torch's, or more. */
+ * gives; for others in an order that no number of threads changes, and more exactly than torch. */
 enum status kernel_norms(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          double p, const struct kernel_stream *stream);
 

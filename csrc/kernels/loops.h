@@ -10,7 +10,7 @@
 /* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are equal. */
 struct loops {
     const char *name;
-    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel); /* NULL for equal dtypes */
+    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel);
 
     /* output = cast(input) / divisor, and the same with a product */
     void (*cast_divide[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double divisor);
@@ -25,12 +25,13 @@ struct loops {
     /* tensor *= factor; whether an element was inf or NaN before */
     bool (*unscale[DTYPE_COUNT])(void *tensor, int64_t numel, double factor);
 
-    /* Norms, of the arithmetic dtypes alone: see norm.c and power_norm.c. */
-    void (*squares[2])(void *lanes, const void *input, int64_t numel);
+    /* Norms: add squares to the lanes of one tensor, and of four at once. Of the arithmetic dtypes alone: the largest
+     * magnitude, the sum of magnitudes, the product of so many factors, at least two. */
+    void (*squares[DTYPE_COUNT])(void *lanes, const void *input, int64_t numel);
+    void (*squares_of_four[DTYPE_COUNT])(void *const lanes[4], const void *const inputs[4], int64_t numel);
     void (*largest[2])(void *largest, const void *input, int64_t numel);
-    void (*magnitudes[2])(void *output, const void *input, int64_t numel);
-    void (*whole_power[2])(void *magnitudes, int64_t numel, int64_t power);
     double (*sum[2])(const void *input, int64_t numel);
+    void (*whole_power[2])(void *output, const void *input, int64_t numel, int64_t power);
 
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };

@@ -6,8 +6,8 @@
  * [Note: fused tail] A compiler that may fuse does so in torch's loop over the tail, but not where it takes four elements at
  * once: there the products are rounded before they are added. A probe in the torch layer finds out which build this is.
  *
- * [Note: other norms] Other sums are made in an order of their own, which depends on the number of elements alone: blocks in
- * the arithmetic type, their sums in fp64, chunk by chunk. torch adds element by element, slower and less exactly. */
+ * [Note: other norms] Other sums are made in an order of their own, which depends on p, the dtype and the number of elements
+ * alone: blocks in the arithmetic type, their sums in fp64, chunk by chunk. torch adds element by element, slower and less exactly. */
 #include <math.h>
 #include <string.h>
 
@@ -17,6 +17,7 @@
 enum {
     VECTOR_NBYTES = 32,
     TAIL_GROUP = 4,
+    AT_ONCE = 4,
     MOST_WHOLE_POWER = 8, /* powers up to here are products */
 };
 
@@ -59,25 +60,122 @@ static const void *load_block(union block *scratch, const struct tensor_view *vi
     return scratch->bytes;
 }
 
-static void norm_two(void *norm, const struct tensor_view *view, int64_t numel, bool fused_tail) {
-    bool is_double = view->dtype == DTYPE_FLOAT64;
-    int64_t num_lanes = is_double ? (int64_t)double_lanes : (int64_t)float_lanes;
-    int64_t vectored = numel - numel % num_lanes;
+/* One tensor on the way to its 2-norm. */
+struct two_norm {
+    int64_t tensor;
+    int64_t position; /* elements that are in the lanes already */
+    int64_t vectored; /* that go there */
     union {
         double as_double[double_lanes];
         float as_float[float_lanes];
-    } lanes = {{0}};
-    union block scratch;
-    for (int64_t i = 0; i < vectored; i += BLOCK_NUMEL) {
-        int64_t count = vectored - i < BLOCK_NUMEL ? vectored - i : BLOCK_NUMEL;
-        const void *input = load_block(&scratch, view, i, count);
-        loops_active()->squares[arithmetic_of(view->dtype)](&lanes, input, count);
+    } lanes;
+};
+
+/* The tensors of a range of which the 2-norm is made of more than one magnitude, in order. */
+struct two_norms {
+    const struct norms *norms;
+    int64_t next;
+    int64_t end;
+};
+
+static bool two_norm_begin(struct two_norm *norm, struct two_norms *range) {
+    const int64_t *numels = range->norms->numels;
+    while (range->next < range->end && numels[range->next] <= 1) {
+        range->next++;
     }
-    const void *tail = load_block(&scratch, view, vectored, numel - vectored);
-    if (is_double) {
-        double_finish(norm, lanes.as_double, tail, numel - vectored, fused_tail);
+    if (range->next == range->end) {
+        return false;
+    }
+    enum dtype dtype = range->norms->tensors[range->next].dtype;
+    int64_t num_lanes = dtype == DTYPE_FLOAT64 ? (int64_t)double_lanes : (int64_t)float_lanes;
+    int64_t numel = numels[range->next];
+    *norm = (struct two_norm){.tensor = range->next++, .vectored = numel - numel % num_lanes};
+    return true;
+}
+
+static void two_norm_finish(const struct norms *norms, const struct two_norm *norm) {
+    const struct tensor_view *view = &norms->tensors[norm->tensor];
+    int64_t rest = norms->numels[norm->tensor] - norm->vectored;
+    bool fused_tail = norms->stream && norms->stream->fused_tail;
+    union block scratch;
+    const void *tail = load_block(&scratch, view, norm->vectored, rest);
+    char *output = norms->output + norm->tensor * dtype_nbytes(arithmetic_of(view->dtype));
+    if (view->dtype == DTYPE_FLOAT64) {
+        double_finish(output, norm->lanes.as_double, tail, rest, fused_tail);
     } else {
-        float_finish(norm, lanes.as_float, tail, numel - vectored, fused_tail);
+        float_finish(output, norm->lanes.as_float, tail, rest, fused_tail);
+    }
+}
+
+static enum dtype dtype_of(const struct norms *norms, const struct two_norm *norm) {
+    return norms->tensors[norm->tensor].dtype;
+}
+
+/* What of the input has not been added. */
+static const char *input_of(const struct norms *norms, const struct two_norm *norm) {
+    const struct tensor_view *view = &norms->tensors[norm->tensor];
+    return (const char *)view->data + norm->position * dtype_nbytes(view->dtype);
+}
+
+/* Add as many elements of all four as the shortest of them has left. */
+static void two_norms_add_four(const struct norms *norms, struct two_norm *current) {
+    void *lanes[AT_ONCE];
+    const void *inputs[AT_ONCE];
+    int64_t count = INT64_MAX;
+    for (int i = 0; i < AT_ONCE; i++) {
+        int64_t left = current[i].vectored - current[i].position;
+        lanes[i] = &current[i].lanes;
+        inputs[i] = input_of(norms, &current[i]);
+        count = left < count ? left : count;
+    }
+    loops_active()->squares_of_four[dtype_of(norms, current)](lanes, inputs, count);
+    for (int i = 0; i < AT_ONCE; i++) {
+        current[i].position += count;
+    }
+}
+
+/* Add all that each of them has left. */
+static void two_norms_add_each(const struct norms *norms, struct two_norm *current, int num_current) {
+    for (int i = 0; i < num_current; i++) {
+        struct two_norm *norm = &current[i];
+        loops_active()->squares[dtype_of(norms, norm)](&norm->lanes, input_of(norms, norm),
+                                                       norm->vectored - norm->position);
+        norm->position = norm->vectored;
+    }
+}
+
+static bool is_alike(const struct norms *norms, const struct two_norm *current) {
+    for (int i = 1; i < AT_ONCE; i++) {
+        if (dtype_of(norms, &current[i]) != dtype_of(norms, current)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* [Note: four at once] The additions of one norm wait for each other, those of several tensors do not. */
+static void two_norms_range(const struct norms *norms, int64_t begin, int64_t end) {
+    struct two_norms range = {norms, begin, end};
+    struct two_norm current[AT_ONCE];
+    int num_current = 0;
+    for (;;) {
+        while (num_current < AT_ONCE && two_norm_begin(&current[num_current], &range)) {
+            num_current++;
+        }
+        if (num_current == 0) {
+            return;
+        }
+        if (num_current == AT_ONCE && is_alike(norms, current)) {
+            two_norms_add_four(norms, current);
+        } else {
+            two_norms_add_each(norms, current, num_current);
+        }
+        for (int i = num_current - 1; i >= 0; i--) {
+            if (current[i].position == current[i].vectored) {
+                two_norm_finish(norms, &current[i]);
+                current[i] = current[--num_current];
+            }
+        }
     }
 }
 
@@ -102,17 +200,17 @@ struct power_sum {
     double sums[MOST_CHUNKS];
 };
 
-/* Magnitudes to the p-th power, in place. */
-static void raise_block(void *magnitudes, bool is_double, int64_t numel, double p) {
+/* Elements to the p-th power, or their negatives: it is the magnitudes that are summed. */
+static void raise_block(void *output, const void *input, bool is_double, int64_t numel, double p) {
     if (p == floor(p) && p <= MOST_WHOLE_POWER) {
-        loops_active()->whole_power[is_double](magnitudes, numel, (int64_t)p);
+        loops_active()->whole_power[is_double](output, input, numel, (int64_t)p);
         return;
     }
     for (int64_t i = 0; i < numel; i++) {
         if (is_double) {
-            ((double *)magnitudes)[i] = pow(((double *)magnitudes)[i], p);
+            ((double *)output)[i] = pow(fabs(((const double *)input)[i]), p);
         } else {
-            ((float *)magnitudes)[i] = powf(((float *)magnitudes)[i], (float)p);
+            ((float *)output)[i] = powf(fabsf(((const float *)input)[i]), (float)p);
         }
     }
 }
@@ -121,19 +219,22 @@ static void sum_chunks(int64_t begin, int64_t end, void *context) {
     struct power_sum *power = context;
     const struct loops *loops = loops_active();
     enum dtype arithmetic = arithmetic_of(power->view->dtype);
+    bool as_it_is = power->p == 1.0 && power->view->dtype == arithmetic;
+    int64_t most = as_it_is ? LEAST_CHUNK_NUMEL / 4 : BLOCK_NUMEL;
     union block loaded;
     union block raised;
     for (int64_t chunk = begin; chunk < end; chunk++) {
         int64_t past = chunk * power->chunk_numel + power->chunk_numel;
         past = past < power->numel ? past : power->numel;
         power->sums[chunk] = 0;
-        for (int64_t i = chunk * power->chunk_numel; i < past; i += BLOCK_NUMEL) {
-            int64_t count = past - i < BLOCK_NUMEL ? past - i : BLOCK_NUMEL;
-            loops->magnitudes[arithmetic](raised.bytes, load_block(&loaded, power->view, i, count), count);
+        for (int64_t i = chunk * power->chunk_numel; i < past; i += most) {
+            int64_t count = past - i < most ? past - i : most;
+            const void *input = load_block(&loaded, power->view, i, count);
             if (power->p != 1.0) {
-                raise_block(raised.bytes, arithmetic == DTYPE_FLOAT64, count, power->p);
+                raise_block(raised.bytes, input, arithmetic == DTYPE_FLOAT64, count, power->p);
+                input = raised.bytes;
             }
-            power->sums[chunk] += loops->sum[arithmetic](raised.bytes, count);
+            power->sums[chunk] += loops->sum[arithmetic](input, count);
         }
     }
 }
@@ -169,11 +270,12 @@ static void norms_range(int64_t begin, int64_t end, void *context) {
         memset(norm, 0, (size_t)nbytes);
         if (norms->p == (double)INFINITY || norms->numels[i] == 1) {
             norm_largest(norm, view, norms->numels[i]);
-        } else if (norms->p == 2.0 && norms->numels[i] > 0) {
-            norm_two(norm, view, norms->numels[i], norms->stream && norms->stream->fused_tail);
-        } else {
+        } else if (norms->p != 2.0) {
             norm_power(norm, view, norms->numels[i], norms->p, norms->stream);
         }
+    }
+    if (norms->p == 2.0) {
+        two_norms_range(norms, begin, end);
     }
 }
 

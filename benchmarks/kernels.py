@@ -1,0 +1,372 @@
+"""The CPU kernels beside torch's own operators and beside memcpy, for the same bytes moved.
+
+python -m benchmarks.kernels
+python -m benchmarks.kernels --mb 1 64 --only accumulate --capability avx2 default
+python -m benchmarks.kernels --threads 1 2 --markdown table.md --plot plot.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import common  # noqa: F401  (sets the number of threads before torch is imported)
+
+import torch  # isort: skip
+from torch import Tensor  # isort: skip
+
+from fsdp_c import _C
+
+OPS = torch.ops.fsdp_c
+MB = 1 << 20
+TENSORS = 12  # that a flat parameter is made of, or that are scaled together
+LIMIT = 1.2  # times memcpy: what the kernels are to stay within
+COUNTED = """\
+'memcpy' is the time that memcpy takes on one thread for the bytes that a kernel has to read and write, once each: half
+of them read, half of them written. Times are in microseconds, the least of many calls in turn with each other: torch's
+operators for the same result, ours, memcpy, each called from Python. 'MB' is what the elements would take in fp32;
+unless the name says otherwise they are in 12 tensors. Memory is reused, so that new outputs cost no page faults.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one size: how many bytes it moves, torch's way (None: it has none) and ours."""
+
+    name: str
+    moved: int
+    torch: Callable[[], Any] | None
+    ours: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Least times in microseconds."""
+
+    kernel: str
+    mb: float  # of the tensor, if it were in fp32
+    threads: int
+    capability: str
+    moved: int
+    torch: float | None
+    ours: float
+    memcpy: float
+
+    @property
+    def ratio(self) -> float:
+        """Our time in times of memcpy."""
+        return self.ours / self.memcpy
+
+
+def keep_freed_memory() -> None:
+    """Make glibc reuse what is freed: fresh pages would cost more than the kernels."""
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: nothing outside the heap
+        libc.mallopt(-1, 1 << 31 - 1)  # M_TRIM_THRESHOLD: nothing back to the system
+    except (OSError, AttributeError):
+        pass
+
+
+def split(numel: int, dtype: torch.dtype) -> list[Tensor]:
+    """TENSORS tensors of ``numel`` elements in all."""
+    return [part.clone() for part in torch.randn(numel).to(dtype).chunk(TENSORS)]
+
+
+def offsets_of(tensors: list[Tensor]) -> list[int]:
+    return list(itertools.accumulate((tensor.numel() for tensor in tensors), initial=0))[:-1]
+
+
+def packs(numel: int) -> Iterator[Case]:
+    """Flatten, and flatten with cast and division: the way of a unit's gradients into its reduce-scatter."""
+    for source, target, divisor in (
+        (torch.float32, torch.float32, 1.0),
+        (torch.float32, torch.bfloat16, 1.0),
+        (torch.float32, torch.float32, 8.0),
+        (torch.float32, torch.float32, 3.0),
+        (torch.bfloat16, torch.float32, 8.0),
+        (torch.bfloat16, torch.bfloat16, 8.0),
+        (torch.float32, torch.bfloat16, 8.0),
+        (torch.float16, torch.float32, 8.0),
+    ):
+        tensors, out = split(numel, source), torch.empty(numel, dtype=target)
+        offsets = offsets_of(tensors)
+
+        def by_torch(tensors: list[Tensor] = tensors, out: Tensor = out, divisor: float = divisor) -> None:
+            if out.dtype == tensors[0].dtype:
+                torch.cat(tensors, out=out)
+            else:
+                out.copy_(torch.cat(tensors))
+            if divisor != 1.0:
+                out.div_(divisor)
+
+        def by_us(
+            tensors: list[Tensor] = tensors, out: Tensor = out, divisor: float = divisor, offsets: list[int] = offsets
+        ) -> None:
+            OPS.pack_gradients(out, tensors, offsets, divisor)
+
+        name = f"pack {short(source)} -> {short(target)}" + (f" / {divisor:g}" if divisor != 1.0 else "")
+        yield Case(name, numel * (source.itemsize + target.itemsize), by_torch, by_us)
+
+
+def slices(numel: int) -> Iterator[Case]:
+    """A rank's shard of a flat parameter, with cast; and a flat parameter back to tensors."""
+    flat = torch.randn(4 * numel)
+    yield Case(
+        "shard fp32 -> bf16",
+        6 * numel,
+        lambda: flat.chunk(4)[1].to(torch.bfloat16),
+        lambda: OPS.shard(flat, 1, 4, torch.bfloat16),
+    )
+    whole = torch.randn(numel)
+    numels = [part.numel() for part in whole.chunk(TENSORS)]
+    offsets = list(itertools.accumulate(numels, initial=0))[:-1]
+    yield Case(
+        "unflatten fp32",
+        8 * numel,
+        lambda: [part.clone() for part in whole.split(numels)],
+        lambda: OPS.unflatten(whole, offsets, numels),
+    )
+
+
+def accumulations(numel: int) -> Iterator[Case]:
+    """The reduced shard added to the one before, with post-division and upcast."""
+    for source, divisor in (
+        (torch.float32, 1.0),
+        (torch.float32, 8.0),
+        (torch.bfloat16, 1.0),
+        (torch.bfloat16, 8.0),
+        (torch.float16, 8.0),
+    ):
+        total, shard = torch.zeros(numel), torch.randn(numel).to(source)
+
+        def by_torch(total: Tensor = total, shard: Tensor = shard, divisor: float = divisor) -> None:
+            total.add_((shard / divisor if divisor != 1.0 else shard).to(torch.float32))
+
+        def by_us(total: Tensor = total, shard: Tensor = shard, divisor: float = divisor) -> None:
+            OPS.accumulate_shard(total, shard, divisor)
+
+        name = f"accumulate fp32 += {short(source)}" + (f" / {divisor:g}" if divisor != 1.0 else "")
+        yield Case(name, numel * (8 + source.itemsize), by_torch, by_us)
+
+
+def norms(numel: int) -> Iterator[Case]:
+    for dtype, p in (
+        (torch.float32, 1.0),
+        (torch.float32, 2.0),
+        (torch.bfloat16, 2.0),
+        (torch.float32, 3.0),
+        (torch.float32, math.inf),
+    ):
+        tensors = split(numel, dtype)
+
+        def by_torch(tensors: list[Tensor] = tensors, p: float = p) -> list[Tensor]:
+            return [torch.linalg.vector_norm(tensor, p, dtype=torch.float32) for tensor in tensors]
+
+        def by_us(tensors: list[Tensor] = tensors, p: float = p) -> Tensor:
+            return OPS.norms(tensors, p)
+
+        yield Case(f"{p:g}-norm {short(dtype)}", numel * dtype.itemsize, by_torch, by_us)
+    flat = torch.randn(numel)
+    yield Case(
+        "2-norm fp32, one tensor", 4 * numel, lambda: torch.linalg.vector_norm(flat), lambda: OPS.norms([flat], 2.0)
+    )
+
+
+def scalings(numel: int) -> Iterator[Case]:
+    """Clipping, and the gradient scaler's unscaling; of ones by one, which stay what they are."""
+    one, found = torch.ones(()), torch.zeros(())
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        tensors = [torch.ones_like(tensor) for tensor in split(numel, dtype)]
+        factor = torch.ones((), dtype=dtype)
+
+        def clip_by_torch(tensors: list[Tensor] = tensors, factor: Tensor = factor) -> None:
+            torch._foreach_mul_(tensors, factor)
+
+        def clip_by_us(tensors: list[Tensor] = tensors) -> None:
+            OPS.clip_(tensors, one)
+
+        def unscale_by_torch(tensors: list[Tensor] = tensors) -> None:
+            torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
+
+        def unscale_by_us(tensors: list[Tensor] = tensors) -> None:
+            OPS.unscale_(tensors, found, one)
+
+        yield Case(f"clip {short(dtype)}", 2 * numel * dtype.itemsize, clip_by_torch, clip_by_us)
+        yield Case(f"unscale {short(dtype)}", 2 * numel * dtype.itemsize, unscale_by_torch, unscale_by_us)
+
+
+def checksums(numel: int) -> Iterator[Case]:
+    tensors = split(numel, torch.float32)
+    yield Case("checksum", 4 * numel, None, lambda: OPS.checksums(tensors))
+
+
+GROUPS = (packs, slices, accumulations, norms, scalings, checksums)
+
+
+def short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+
+
+def least_times(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
+    """The least time of each call in microseconds, called in turn for ``seconds``, at least five times."""
+    best = [math.inf] * len(calls)
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while rounds < 5 or time.perf_counter() < end:
+        for i, call in enumerate(calls):
+            start = time.perf_counter_ns()
+            call()
+            best[i] = min(best[i], (time.perf_counter_ns() - start) / 1e3)
+        rounds += 1
+    return best
+
+
+def measure(case: Case, seconds: float) -> tuple[float | None, float, float]:
+    """(torch, ours, memcpy)."""
+    half = case.moved // 2
+    source, target = torch.zeros(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
+    addresses = target.data_ptr(), source.data_ptr()
+    calls = [case.ours, lambda: ctypes.memmove(*addresses, half)]
+    if case.torch is not None:
+        calls.append(case.torch)
+    ours, memcpy, *theirs = least_times(calls, seconds)
+    return (theirs[0] if theirs else None), ours, memcpy
+
+
+def measure_all(args: argparse.Namespace) -> Iterator[Row]:
+    for capability, mb, threads in itertools.product(args.capability, args.mb, args.threads):
+        _C.use_cpu_capability(capability)
+        torch.set_num_threads(threads)
+        for group in GROUPS:
+            for case in group(int(mb * MB) // 4):
+                if all(word in case.name for word in args.only):
+                    yield Row(case.name, mb, threads, capability, case.moved, *measure(case, args.seconds))
+
+
+def cells(row: Row) -> list[str]:
+    theirs = f"{row.torch:.0f}" if row.torch else ""
+    return [
+        row.kernel,
+        f"{row.mb:g}",
+        theirs,
+        f"{row.ours:.0f}",
+        f"{row.memcpy:.0f}",
+        f"{row.torch / row.memcpy:.2f}" if row.torch else "",
+        f"{row.ratio:.2f}",
+        f"{row.torch / row.ours:.1f}" if row.torch else "",
+    ]
+
+
+HEADINGS = ["kernel", "MB", "torch", "ours", "memcpy", "torch / memcpy", "ours / memcpy", "torch / ours"]
+WIDTHS = [32, 5, 9, 9, 9, 15, 14, 13]
+
+
+def print_row(row: Row) -> None:
+    named = f"{cells(row)[0]:32}"
+    print(named, *(f"{cell:>{width}}" for cell, width in zip(cells(row)[1:], WIDTHS[1:], strict=True)), flush=True)
+
+
+def versions() -> str:
+    with open("/proc/cpuinfo") as info:
+        model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "")
+    return f"torch {torch.__version__}, CPython {platform.python_version()}, {model or platform.machine()}"
+
+
+def markdown(rows: list[Row]) -> str:
+    """One table per instruction set and number of threads."""
+    text = [
+        f"# CPU kernels, {time.strftime('%Y-%m-%d')}",
+        "",
+        COUNTED,
+        versions() + f"; load {os.getloadavg()[0]:.1f}.",
+    ]
+    for capability, threads in dict.fromkeys((row.capability, row.threads) for row in rows):
+        text += ["", f"## {capability}, {threads} thread{'s' * (threads > 1)}", ""]
+        text += ["| " + " | ".join(HEADINGS) + " |", "|---|" + "---:|" * (len(HEADINGS) - 1)]
+        found = [row for row in rows if (row.capability, row.threads) == (capability, threads)]
+        text += ["| " + " | ".join(cells(row)) + " |" for row in sorted(found, key=lambda row: (row.kernel, row.mb))]
+    return "\n".join(text) + "\n"
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Times over memcpy's, one panel per kernel, over size: torch and ours by number of threads."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(row.kernel for row in rows))
+    columns = 5
+    lines = -(-len(names) // columns)
+    figure, panels = pyplot.subplots(lines, columns, figsize=(3.2 * columns, 2.5 * lines), sharex=True, squeeze=False)
+    for panel in panels.flat[len(names) :]:
+        panel.axis("off")
+    for panel, name in zip(panels.flat, names, strict=False):
+        for threads in dict.fromkeys(row.threads for row in rows):
+            wanted = (name, threads, rows[0].capability)
+            found = [row for row in rows if (row.kernel, row.threads, row.capability) == wanted]
+            style = "-" if threads == 1 else "--"
+            sizes = [row.mb for row in found]
+            if all(row.torch for row in found):
+                theirs = [row.torch / row.memcpy for row in found]
+                panel.plot(sizes, theirs, style, color="C1", label=f"torch, {threads}")
+            panel.plot(sizes, [row.ratio for row in found], style, color="C0", label=f"fsdp_c, {threads}")
+        panel.axhline(1.0, color="grey", linewidth=0.8)
+        panel.axhline(LIMIT, color="grey", linewidth=0.8, linestyle=":")
+        panel.set(xscale="log", yscale="log", title=name)
+        panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
+        panel.title.set_fontsize(9)
+    panels.flat[0].legend(fontsize=7)
+    figure.supxlabel("MB of fp32 elements")
+    figure.supylabel(f"time / memcpy on one thread (dotted: {LIMIT})")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", type=float, nargs="+", default=[1, 4, 16, 64], help="sizes, as if all were fp32")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--capability", nargs="+", default=[_C.cpu_capabilities()[0]], choices=_C.cpu_capabilities())
+    parser.add_argument("--only", nargs="*", default=[], help="words that the kernel's name has")
+    parser.add_argument("--seconds", type=float, default=0.5, help="per kernel and size")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    parser.add_argument("--plot", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    keep_freed_memory()
+    print(versions(), f"load {os.getloadavg()[0]:.1f}", "", COUNTED, sep="\n")
+    print(f"{HEADINGS[0]:32}", *(f"{head:>{width}}" for head, width in zip(HEADINGS[1:], WIDTHS[1:], strict=True)))
+    rows = []
+    for row in measure_all(args):
+        if not rows or (row.capability, row.threads) != (rows[-1].capability, rows[-1].threads):
+            print(f"-- {row.capability}, {row.threads} thread{'s' * (row.threads > 1)}")
+        print_row(row)
+        rows.append(row)
+    single = [row.ratio <= LIMIT for row in rows if row.threads == 1]
+    print(f"{sum(single)} of {len(single)} within {LIMIT} x memcpy on one thread")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    if args.markdown:
+        args.markdown.write_text(markdown(rows))
+    if args.plot:
+        draw(rows, args.plot)
+
+
+if __name__ == "__main__":
+    main()
