@@ -45,6 +45,20 @@ struct memory {
     }
 };
 
+/* The bits of a NaN of 16 bits are the processor's own choice; all others are compared. */
+static bool same_numbers(enum dtype dtype, const struct memory *one, const struct memory *other) {
+    for (int64_t at = 0; at < one->nbytes; at += nbytes_of(dtype)) {
+        double values[2];
+        kernel_cast_divide(&values[0], DTYPE_FLOAT64, one->data + at, dtype, 1, 1.0, nullptr);
+        kernel_cast_divide(&values[1], DTYPE_FLOAT64, other->data + at, dtype, 1, 1.0, nullptr);
+        bool both_nan = isnan(values[0]) && isnan(values[1]);
+        if (!both_nan && memcmp(one->data + at, other->data + at, (size_t)nbytes_of(dtype)) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
 /* Ordinary numbers, where random bits would be infinities and NaN too often. */
 static void fill_numbers(struct memory *memory, enum dtype dtype, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
@@ -74,7 +88,7 @@ static void test_cast_divide_equals_the_cpus(void) {
         for (double divisor : divisors) {
             CHECK_EQUAL(kernel_cast_divide(expected.data, out, input.data, in, numel, divisor, nullptr), STATUS_OK);
             CHECK_EQUAL(table->cast_divide(actual.data, out, input.data, in, numel, divisor, &on_gpu), STATUS_OK);
-            CHECK(actual.equals(expected));
+            CHECK(actual.equals(expected) || same_numbers(out, &actual, &expected));
         }
     });
 }
