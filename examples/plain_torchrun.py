@@ -26,10 +26,13 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(device: torch.device, bf16: bool) -> FSDP:
+def build_model() -> nn.Module:
     torch.manual_seed(0)  # the same initial weights on every rank
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(WIDTH, CLASSES))
+    return nn.Sequential(nn.TransformerEncoder(layer, 3), nn.Linear(WIDTH, CLASSES))
+
+
+def wrap(model: nn.Module, device: torch.device, bf16: bool) -> FSDP:
     return FSDP(
         model,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
@@ -66,7 +69,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
-    train(build_model(device, args.bf16), args, device)
+    train(wrap(build_model(), device, args.bf16), args, device)
     dist.destroy_process_group()
 
 

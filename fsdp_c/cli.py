@@ -1,21 +1,33 @@
-"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1."""
+"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1, or plan how a model would be wrapped."""
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
 
 from fsdp_c import interop
+from fsdp_c.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_c.summary import Summary
+from fsdp_c.summary import plan as plan_of
+from fsdp_c.wrap import ModuleWrapPolicy, Policy, size_based_auto_wrap_policy
 
 EPILOG = """\
 commands:
   run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp as it is
   run -m MODULE [ARGUMENT ...]    the same for a module
+  plan MODULE:CALLABLE ...        show units, sizes, collectives and memory of a model; no ranks, no memory for it
 
   torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
   torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
+  python -m fsdp_c plan my_package.model:GPT --world-size 64 --wrap Block --param-dtype bfloat16
 
 A SCRIPT in the place of the command is run. What follows SCRIPT or MODULE is passed on to it.
 `python -m fsdp_c COMMAND --help` says more; for checkpoints there is `python -m fsdp_c.checkpoint`."""
@@ -61,4 +73,86 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run}
+# ----------------------------------------------------------------- plan
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+STRATEGIES = {strategy.name.lstrip("_").lower(): strategy for strategy in ShardingStrategy}
+PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print what wrapping would make of a model; what building it raises is raised."""
+    parser = _plan_parser()
+    args = parser.parse_args(argv)
+    build = _callable(args.model, parser)
+    with torch.device("meta"):
+        module = build()
+    try:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"{args.model} should return an nn.Module, but returned {type(module).__name__}")
+        print(_plan(module, args))
+    except (NotImplementedError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = _parser("plan", description="Show what FullyShardedDataParallel would make of a model on so many ranks.")
+    parser.add_argument("model", metavar="MODULE:CALLABLE", help="called without arguments, on the meta device")
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+    parser.add_argument("--strategy", choices=STRATEGIES, type=str.lower, default="full_shard")
+    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="hybrid strategies: ranks that shard together")
+    policy = parser.add_mutually_exclusive_group()
+    policy.add_argument("--wrap", action="append", metavar="CLASS", help="a unit for each module of this class name")
+    policy.add_argument("--min-numel", type=int, metavar="N", help="units of at least so many elements")
+    parser.add_argument("--param-dtype", choices=DTYPES, help="computes in another dtype")
+    parser.add_argument("--reduce-dtype", choices=DTYPES, help="reduces gradients in another dtype")
+    parser.add_argument("--use-orig-params", action="store_true")
+    parser.add_argument("--backward-prefetch", choices=PREFETCHES, default="pre")
+    parser.add_argument("--forward-prefetch", action="store_true")
+    return parser
+
+
+def _callable(text: str, parser: argparse.ArgumentParser) -> Callable[[], Any]:
+    module, separator, names = text.partition(":")
+    if not (module and separator and names):
+        parser.error(f"{text!r} is not MODULE:CALLABLE, as in my_package.model:GPT")
+    if not interop.module_exists(module):
+        parser.error(f"no module {module!r} here: start where it can be imported, or set PYTHONPATH")
+    try:
+        found = functools.reduce(getattr, names.split("."), importlib.import_module(module))
+    except AttributeError as error:
+        parser.error(str(error))
+    if not callable(found):
+        parser.error(f"{text} is {type(found).__name__}, which cannot be called: name a class or function")
+    return found
+
+
+def _plan(module: nn.Module, args: argparse.Namespace) -> Summary:
+    precision = MixedPrecision(param_dtype=DTYPES.get(args.param_dtype), reduce_dtype=DTYPES.get(args.reduce_dtype))
+    return plan_of(
+        module,
+        world_size=args.world_size,
+        strategy=STRATEGIES[args.strategy],
+        auto_wrap_policy=_policy(module, args.wrap, args.min_numel),
+        mixed_precision=precision if args.param_dtype or args.reduce_dtype else None,
+        use_orig_params=args.use_orig_params,
+        backward_prefetch=PREFETCHES[args.backward_prefetch],
+        forward_prefetch=args.forward_prefetch,
+        ranks_per_node=args.ranks_per_node,
+    )
+
+
+def _policy(module: nn.Module, names: Sequence[str] | None, min_numel: int | None) -> Policy | None:
+    if min_numel is not None:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=min_numel)
+    if not names:
+        return None
+    classes = {type(submodule).__name__: type(submodule) for submodule in module.modules()}
+    for name in names:
+        if name not in classes:
+            raise ValueError(f"--wrap {name}: no module of that class, there are {', '.join(sorted(classes))}")
+    return ModuleWrapPolicy({classes[name] for name in names})
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan}

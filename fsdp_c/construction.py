@@ -5,7 +5,7 @@ import importlib
 import os
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,48 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import _FSDPState
 
-from fsdp_c.api import HYBRID_SHARDING_STRATEGIES, ShardingStrategy
+from fsdp_c.api import (
+    HYBRID_SHARDING_STRATEGIES,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from fsdp_c.traversal import Subtree, clean_name, is_composable, is_unit, joined
 
 CPU = torch.device("cpu")
 
 _units: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # wrapped module -> a weak reference to its unit
+
+
+# ---- arguments of the wrong type
+
+
+def check_module(module: Any) -> None:
+    """TypeError for what is no module."""
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module but got {type(module).__name__}: pass the module itself")
+
+
+def check_settings(strategy: Any, mixed_precision: Any, backward_prefetch: Any, cpu_offload: Any = None) -> None:
+    """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for None."""
+    _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
+    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
+    if mixed_precision:
+        example = "MixedPrecision(param_dtype=torch.bfloat16)"
+        _check_type("mixed_precision", mixed_precision, MixedPrecision, example)
+    if cpu_offload:
+        _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
+
+
+def _check_type(name: str, value: Any, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be a {kind.__name__} or None, not {type(value).__name__} {value!r}: pass for instance "
+            f"{example}"
+        )
 
 
 # ---- modules that cannot be wrapped
@@ -236,20 +272,25 @@ def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGro
 
 def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
     """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns where it is not the one asked for."""
-    if strategy is ShardingStrategy.NO_SHARD:
-        if world_size > 1:
-            warnings.warn(
-                "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use "
-                "`DistributedDataParallel` instead.",
-                FutureWarning,
-                stacklevel=3,
-            )
-        return strategy
-    strategy = strategy or ShardingStrategy.FULL_SHARD
-    if world_size > 1:
-        return strategy
-    warnings.warn(f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.", stacklevel=3)
-    return ShardingStrategy.NO_SHARD
+    effective = effective_strategy(strategy, world_size)
+    asked = strategy or ShardingStrategy.FULL_SHARD
+    if effective is not asked:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {asked} since the world size is 1.", stacklevel=3
+        )
+    elif asked is ShardingStrategy.NO_SHARD and world_size > 1:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
+            "instead.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return effective
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """``resolve_strategy`` without a word."""
+    return (strategy or ShardingStrategy.FULL_SHARD) if world_size > 1 else ShardingStrategy.NO_SHARD
 
 
 def _global_rank() -> int:
@@ -370,15 +411,23 @@ def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Para
     return [param for param in tree.params if param not in ignored_params] if ignored_params else list(tree.params)
 
 
-def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already."""
+def check_params(
+    tree: Subtree,
+    params: Collection[nn.Parameter],
+    unit: str,
+    owners: Mapping[nn.Parameter, tuple[str, str]] | None = None,
+) -> None:
+    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already.
+
+    ``owners``: name and unit of the parameters that will have an owner, where the units are only planned.
+    """
     for param in params:
         if param.dim() == 0:
             raise ValueError(
                 f"FSDP doesn't support scalar parameters: change {tree.param_name(param)!r} of {unit} to a 1-D tensor "
                 "of one element"
             )
-        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
+        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None) or (owners or {}).get(param)
         if owner is not None or is_flattened(param):
             where = "the flat parameter of another unit"
             if owner is not None:

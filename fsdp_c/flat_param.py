@@ -96,7 +96,12 @@ def _memory_order(param: torch.Tensor) -> torch.Tensor:
     return data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
 
 
-class _Occurrences:
+def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
+    """To how many elements the parameters of a unit are aligned; 0 for not at all (C-012)."""
+    return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
+
+
+class Occurrences:
     """Every place in the tree where one of the parameters stands, in flatten order (C-010)."""
 
     def __init__(self, tree: Subtree, params: Sequence[nn.Parameter]) -> None:
@@ -117,7 +122,7 @@ class _Occurrences:
         return own + [(index, info.module, info.param_name) for index, info in self.shared]
 
 
-def _check_params(params: Sequence[nn.Parameter], fqns: Sequence[str], use_orig_params: bool) -> None:
+def check_uniform(params: Sequence[nn.Parameter], fqns: Sequence[str], use_orig_params: bool) -> None:
     """Raise ValueError, naming the parameters, unless they can live in one flat parameter (C-011)."""
     dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
     for fqn, param in zip(fqns, params, strict=True):
@@ -188,8 +193,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     ) -> None:
         if not params:
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
-        found = _Occurrences(tree or Subtree(fully_sharded_module), params)
-        _check_params(found.params, found.fqns, use_orig_params)
+        found = Occurrences(tree or Subtree(fully_sharded_module), params)
+        check_uniform(found.params, found.fqns, use_orig_params)
         extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
         self._fully_sharded_module = fully_sharded_module
         self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
@@ -209,7 +214,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
         self._mixed_precision_dtypes = (mp_param_dtype, mp_reduce_dtype)
         self._follow_dtype(found.params[0].dtype)
-        self._aligned_numel = ALIGNMENT_NBYTES // self._fwd_bwd_param_dtype.itemsize if use_orig_params else 0
+        self._aligned_numel = aligned_numel(self._fwd_bwd_param_dtype, use_orig_params)
         layout = _C.FlatLayout(
             [param.numel() for param in found.params],
             self._aligned_numel,
@@ -341,7 +346,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             raise ValueError("Expects non-empty `tensors`")
         if aligned_numel < 0:
             raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
-        _check_params(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
+        check_uniform(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
         numels = [tensor.numel() for tensor in tensors]
         return _own_part(tensors, _C.FlatLayout(numels, aligned_numel, self.world_size, self.rank, False))
 
@@ -470,7 +475,7 @@ def _shard_param_infos(layout: _C.FlatLayout) -> tuple[ShardParamInfo, ...]:
 
 def _describe(
     flat_param: Any,
-    found: _Occurrences,
+    found: Occurrences,
     layout: _C.FlatLayout,
     shapes: list[torch.Size],
     strides: list[tuple[int, ...]],

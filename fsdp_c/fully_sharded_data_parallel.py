@@ -51,6 +51,7 @@ from fsdp_c.api import (
     TrainingState,
 )
 from fsdp_c.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.summary import describe_unit, log_units
 from fsdp_c.traversal import (
     FLAT_PARAM,
     WRAPPED_MODULE,
@@ -61,7 +62,7 @@ from fsdp_c.traversal import (
     units_with_paths,
     unwrapped,
 )
-from fsdp_c.wrap import Policy, auto_wrap, unit_name
+from fsdp_c.wrap import Policy, auto_wrap, check_policy, unit_name
 
 __all__ = [
     "FLAT_PARAM",
@@ -174,6 +175,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        construction.check_module(module)
+        construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
+        if auto_wrap_policy is not None:
+            check_policy(auto_wrap_policy)
         tree = Subtree(module)
         construction.refuse_foreign_units(tree)
         construction.warn_of_container(module)
@@ -373,6 +378,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
                 unit._names_from_root = _param_names(path, unit)
             if unit._handle is not None:
                 unit._handle.describe_storage()
+        log_units(self)
 
     def _cast_buffers_for_mode(self) -> None:
         """The unit in C calls it before a forward of the root, with FSDP_USE_FULL_PREC_IN_EVAL alone."""
@@ -598,6 +604,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             found = getattr(wrapped, name)
             is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
             return forward_methods.explaining(self, found) if is_own_method else found
+
+    def extra_repr(self) -> str:
+        """What the unit holds, and for a root what its tree takes: see ``fsdp_c.summary``."""
+        return describe_unit(self, self.check_is_root()) if "_unit" in self.__dict__ else ""
 
     def __getitem__(self, key: Any) -> Any:
         """Index the wrapped module, for instance an nn.Sequential."""

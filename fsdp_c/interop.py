@@ -207,20 +207,22 @@ def run_module(name: str, args: list[str]) -> None:
 
     Raises ModuleNotFoundError without one.
     """
-    importlib.invalidate_caches()
-    if not _is_there(name):
+    if not module_exists(name):
         raise ModuleNotFoundError(f"no module {name!r} to run", name=name)
     _start(name, args, str(Path.cwd()))
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _is_there(name: str) -> bool:
-    """Whether ``name`` can be run; its parents are imported to find out, and errors of their own are theirs."""
+def module_exists(name: str) -> bool:
+    """Whether there is a module ``name``; its parents are imported to find out, and errors of their own are theirs."""
+    importlib.invalidate_caches()
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
+        return False
+    except ValueError:  # "", or a name with nothing between two dots
         return False
 
 

@@ -5,6 +5,7 @@ can ask.
 """
 
 import functools
+from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -62,10 +63,12 @@ class Subtree:
 
     Names and paths are from ``root``. What is shared counts once, where it is first; only the further places of a
     parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few to its root.
+    ``inner`` are modules that count as units although they are none yet.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, inner: Container[nn.Module] = ()) -> None:
         self.root = root
+        self._inner = inner
         self.modules: dict[nn.Module, str] = {}
         self.units: dict[nn.Module, str] = {}
         self.buffers: dict[torch.Tensor, str] = {}
@@ -73,7 +76,7 @@ class Subtree:
         self._visit(root, "")
 
     def _visit(self, module: nn.Module, path: str) -> None:
-        if is_unit(module):
+        if is_unit(module) or (module in self._inner and module is not self.root):
             self.units.setdefault(module, path)
             return
         self.modules.setdefault(module, path)

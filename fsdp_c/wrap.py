@@ -68,22 +68,66 @@ def auto_wrap(
     _refuse_existing_units(tree)
     _paths.update(tree.modules)
     root = tree.root
-    mixed_precision = root_kwargs["mixed_precision"]
-    full_precision_classes = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
-    if not callable(policy) and not isinstance(policy, _Policy):
-        raise TypeError(f"auto_wrap_policy must be a policy object or a callable, not {type(policy).__name__}")
+    full_precision_classes = _full_precision_classes(root_kwargs)
+    check_policy(policy)
     if isinstance(policy, _Policy):
-        chosen = policy._run_policy(root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
-        _add_full_precision_modules(tree.modules, full_precision_classes, ignored_modules, root_kwargs, chosen)
+        chosen = chosen_modules(tree, policy, ignored_modules, ignored_params, root_kwargs)
         _keep_in_full_precision(tree.modules, full_precision_classes)
-        _check_frozen_params(tree, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
         _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
         return
-    if full_precision_classes:
-        _keep_in_full_precision(tree.modules, full_precision_classes)
-        individually = functools.partial(_wrap_module_cls_individually, module_classes=full_precision_classes)
-        policy = functools.partial(_or_policy, policies=[policy, individually])
+    _keep_in_full_precision(tree.modules, full_precision_classes)
+    policy = _or_individually(policy, full_precision_classes)
     _recursive_wrap(root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+
+
+def chosen_modules(
+    tree: Subtree,
+    policy: Policy,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: dict[str, Any],
+) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules that ``auto_wrap`` makes units, and their keyword arguments. Changes nothing; errors are its."""
+    _refuse_existing_units(tree)
+    check_policy(policy)
+    classes = _full_precision_classes(root_kwargs)
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
+        _add_full_precision_modules(tree.modules, classes, ignored_modules, root_kwargs, chosen)
+        _check_frozen_params(tree, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
+        return chosen
+    recorded: dict[nn.Module, dict[str, Any]] = {}
+
+    def record(module: nn.Module, **kwargs: Any) -> nn.Module:
+        recorded[module] = {**kwargs, "mixed_precision": None} if isinstance(module, classes) else kwargs
+        return module
+
+    policy = _or_individually(policy, classes)
+    _recursive_wrap(tree.root, policy, record, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+    return recorded
+
+
+def check_policy(policy: Any) -> None:
+    """TypeError for what is no auto wrap policy."""
+    if isinstance(policy, type) or not (callable(policy) or isinstance(policy, _Policy)):
+        got = policy.__name__ if isinstance(policy, type) else f"{type(policy).__name__} {policy!r}"
+        raise TypeError(
+            f"auto_wrap_policy must be a policy object or a callable, not {got}: pass for instance "
+            "fsdp_c.wrap.ModuleWrapPolicy({TransformerBlock})"
+        )
+
+
+def _full_precision_classes(root_kwargs: dict[str, Any]) -> tuple[type[nn.Module], ...]:
+    mixed_precision = root_kwargs["mixed_precision"]
+    return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
+
+
+def _or_individually(policy: Callable[..., bool], classes: tuple[type[nn.Module], ...]) -> Callable[..., bool]:
+    """``policy``, or being one of ``classes``."""
+    if not classes:
+        return policy
+    individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
+    return functools.partial(_or_policy, policies=[policy, individually])
 
 
 def _refuse_existing_units(tree: Subtree) -> None:

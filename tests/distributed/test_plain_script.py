@@ -15,28 +15,35 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def start(*launcher: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_LOGS": "fsdp_c"}
     command = [*TORCHRUN, *launcher, str(SCRIPT), "--steps", "4", "--bf16"]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def finish(process: subprocess.Popen[str]) -> str:
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
         printed, said = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 0, said[-4000:]
-    return printed
+    return printed, said
 
 
 @pytest.fixture(scope="module")
-def printed() -> dict[str, str]:
-    """By implementation what the script printed: each step's loss and gradient norm, exactly."""
+def finished() -> dict[str, tuple[str, str]]:
+    """By implementation what the script printed, each step's loss and gradient norm exactly, and what was logged."""
     running = {"torch": start(), "fsdp_c": start("-m", "fsdp_c")}
     return {which: finish(process) for which, process in running.items()}
 
 
-def test_losses_are_those_of_torch_to_the_last_bit(printed: dict[str, str]) -> None:
+def test_losses_are_those_of_torch_to_the_last_bit(finished: dict[str, tuple[str, str]]) -> None:
     assert "fsdp_c" not in SCRIPT.read_text().split('"""')[2]  # behind its docstring
-    assert printed["torch"].count("loss ") == 4
-    assert printed["fsdp_c"] == printed["torch"]
+    assert finished["torch"][0].count("loss ") == 4
+    assert finished["fsdp_c"][0] == finished["torch"][0]
+
+
+def test_torch_logs_show_the_units_once(finished: dict[str, tuple[str, str]]) -> None:
+    """On one rank, and of fsdp_c: what was compared above was not torch twice."""
+    assert finished["fsdp_c"][1].count("4 units, ") == 1
+    assert "FULL_SHARD over 2 ranks" in finished["fsdp_c"][1]
+    assert "4 units, " not in finished["torch"][1]

@@ -1,0 +1,132 @@
+"""What ``plan`` says without ranks is what ranks then have, gather, reduce and hold: sizes, collectives and peak."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import _C, plan, summary
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.distributed.test_collective_calls import calls
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+from tests.storage import settled_nbytes
+
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Stage(nn.Module):
+    """A unit with units inside, and parameters of its own before and behind them."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(3 * WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.out(torch.tanh(self.inp(x)))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Stages(nn.Sequential):
+    """A root without parameters of its own, over units of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(extra=True), Stage(2), Block(tied=True), Stage(1), nn.Sequential(Block()))
+
+
+def frozen_in_the_middle() -> nn.Module:
+    net = Net(4)
+    net.blocks[2].requires_grad_(False)
+    return net
+
+
+def frozen_at_the_start() -> nn.Module:
+    stages = Stages()
+    for index in (0, 1):
+        stages[index].requires_grad_(False)
+    return stages
+
+
+UNITS = ModuleWrapPolicy({Block, Stage, nn.Sequential})
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "blocks": lambda: Net(4),
+    "stages": Stages,
+    "frozen in the middle": frozen_in_the_middle,
+    "frozen at the start": frozen_at_the_start,
+}
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "use_orig_params": True},
+    {"backward_prefetch": None, "mixed_precision": BF16},
+    {"forward_prefetch": True, "backward_prefetch": None, "use_orig_params": True, "mixed_precision": BF16},
+    {"auto_wrap_policy": None, "use_orig_params": True},
+]
+
+
+def planned(build: Callable[[], nn.Module], world_size: int, strategy: str, settings: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        module = build()
+    return plan(module, world_size=world_size, strategy=ShardingStrategy[strategy], **settings)
+
+
+def wrap(build: Callable[[], nn.Module], strategy: str, settings: dict[str, Any]) -> FSDP:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        strategy_of = ShardingStrategy[strategy]
+        return FSDP(build(), device_id=torch.device("cpu"), sharding_strategy=strategy_of, **settings)
+
+
+def step(model: FSDP) -> None:
+    model(torch.ones(2, WIDTH)).float().sum().backward()
+
+
+def measured_peak(model: FSDP, held_before: int) -> int:
+    """Of a step like all others: the first has nothing to follow."""
+    step(model)
+    _C.peak_unsharded_nbytes(reset=True)
+    step(model)
+    return _C.peak_unsharded_nbytes() - held_before
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("name", MODELS)
+@on_ranks(2)
+def test_ranks_have_and_hold_what_was_planned(rank: int, world_size: int, name: str, strategy: str) -> None:
+    build, held_before = MODELS[name], settled_nbytes()
+    for settings in SETTINGS:
+        settings = {"auto_wrap_policy": UNITS} | settings
+        if "frozen" in name and not settings.get("use_orig_params") and not settings["auto_wrap_policy"]:
+            continue
+        expected = planned(build, world_size, strategy, settings)
+        model = wrap(build, strategy, settings)
+        assert summary(model) == expected, settings
+        assert measured_peak(model, held_before) == expected.peak_unsharded_nbytes, settings
+        flat_params = [unit._flat_param for unit in FSDP.fsdp_modules(model) if unit._has_params]
+        assert sum(flat_param.nbytes for flat_param in flat_params) == expected.sharded_nbytes
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("name", ["blocks", "stages"])
+@on_ranks(2)
+def test_a_step_sends_what_was_planned(rank: int, world_size: int, name: str, strategy: str) -> None:
+    settings = {"auto_wrap_policy": UNITS, "mixed_precision": BF16, "use_orig_params": True}
+    expected = planned(MODELS[name], world_size, strategy, settings)
+    model = wrap(MODELS[name], strategy, settings)
+    step(model)
+    with calls() as seen:
+        step(model)
+    gathered, scattered, reduced = ([numel for kind, numel in seen if kind == one] for one in ("AG", "RS", "AR"))
+    assert (len(gathered), 2 * sum(gathered)) == (sum(expected.all_gathers), expected.all_gather_nbytes)
+    assert 4 * sum(scattered) == sum(unit.reduce_scatter_nbytes for unit in expected.units)
+    assert 4 * sum(reduced) == sum(unit.all_reduce_nbytes for unit in expected.units)

@@ -1,0 +1,366 @@
+"""``summary``, ``plan``, ``print(model)`` and ``python -m fsdp_c plan``: what they show, and what they refuse."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import fsdp_c
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import MixedPrecision, ShardingStrategy, cli
+from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
+
+WORLD_SIZE = 4
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+LINEARS = ModuleWrapPolicy({nn.Linear})
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=WORLD_SIZE)
+    yield
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    """Odd sizes, a norm that mixed precision leaves out, a tied weight, a checkpointed layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(3))
+        self.last = checkpoint_wrapper(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+        self.last[1].weight = self.last[0].weight
+
+
+# ----------------------------------------------------------------- a plan is what wrapping makes
+
+
+def policy_of_settings(module: nn.Module) -> bool | dict[str, Any]:
+    """Other settings for some units: another strategy, another precision."""
+    if isinstance(module, nn.Sequential):
+        return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": BF16}
+    return isinstance(module, nn.BatchNorm1d)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "one unit": {},
+    "classes": {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "use_orig_params": True},
+    "nested classes": {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential, nn.ModuleList, nn.BatchNorm1d})},
+    "size": {"auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=40)},
+    "size in bf16": {
+        "auto_wrap_policy": functools.partial(size_based_auto_wrap_policy, min_num_params=40),
+        "mixed_precision": BF16,
+    },
+    "classes in bf16": {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "mixed_precision": BF16},
+    "settings by unit": {"auto_wrap_policy": CustomPolicy(policy_of_settings), "forward_prefetch": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plan_equals_the_summary_of_what_is_wrapped(name: str) -> None:
+    planned = fsdp_c.plan(Net(), world_size=WORLD_SIZE, **SETTINGS[name])
+    assert fsdp_c.summary(FSDP(Net(), **SETTINGS[name])) == planned
+    assert len(planned.units) > 1 or name == "one unit"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_hybrid_plan_equals_the_summary_of_what_is_wrapped() -> None:
+    hybrid, mesh = ShardingStrategy.HYBRID_SHARD, init_device_mesh("cpu", (2, 2))
+    planned = fsdp_c.plan(Net(), world_size=4, strategy=hybrid, ranks_per_node=2)
+    assert fsdp_c.summary(FSDP(Net(), sharding_strategy=hybrid, device_mesh=mesh)) == planned
+    (unit,) = planned.units
+    assert (unit.shards, unit.replicas) == (2, 2)
+    assert unit.all_reduce_nbytes == unit.sharded_nbytes == unit.all_gather_nbytes / 2 > 0
+
+
+def test_ignored_states_are_left_out() -> None:
+    net = Net()
+    planned = fsdp_c.plan(net, world_size=4, ignored_states=[net.norm, net.last])
+    assert not any(name.startswith(("norm", "last")) for name in planned.units[0].fqns)
+    assert fsdp_c.summary(FSDP(net, ignored_states=[net.norm, net.last])) == planned
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_planning_changes_nothing() -> None:
+    net = Net()
+    tensors = {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()}
+    attributes = {module: {**vars(module)} for module in net.modules()}
+    for settings in SETTINGS.values():
+        fsdp_c.plan(net, world_size=8, **settings)
+    assert {name: id(tensor) for name, tensor in net.state_dict(keep_vars=True).items()} == tensors
+    assert {module: {**vars(module)} for module in net.modules()} == attributes
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+
+
+# ----------------------------------------------------------------- numbers
+
+
+def test_sizes_of_a_large_world_in_numbers() -> None:
+    """Counted by hand: 10 x 10 + 10 elements, aligned to 8 of bfloat16, padded to 64 ranks."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(10, 10))
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    whole = fsdp_c.plan(net, world_size=64, mixed_precision=precision, use_orig_params=True)
+    (unit,) = whole.units
+    assert (unit.numel, unit.padded_numel, unit.padding, unit.shard_numel) == (110, 128, 18, 2)
+    assert (unit.fqns, unit.path, unit.module) == (("0.weight", "0.bias"), "", "Sequential")
+    assert (unit.sharded_nbytes, unit.unsharded_nbytes) == (8, 256)
+    assert (unit.all_gather_nbytes, unit.reduce_scatter_nbytes, unit.all_reduce_nbytes) == (256, 512, 0)
+    assert (whole.peak_unsharded_nbytes, whole.all_gathers, whole.all_gather_nbytes) == (256, (1,), 256)
+
+
+def test_one_rank_gathers_nothing() -> None:
+    whole = fsdp_c.plan(nn.Linear(10, 10), world_size=1)
+    assert whole.units[0].sharding_strategy is ShardingStrategy.NO_SHARD
+    assert (whole.sharded_nbytes, whole.peak_unsharded_nbytes, whole.all_gather_nbytes) == (440, 0, 0)
+    assert whole.units[0].all_reduce_nbytes == 0
+
+
+def test_plan_of_two_thousand_ranks_and_a_thousand_units_is_quick() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(100, 100) for _ in range(1000)))
+    whole = fsdp_c.plan(net, world_size=2048, auto_wrap_policy=LINEARS, use_orig_params=True)
+    assert len(whole.units) == 1001
+    assert whole.peak_unsharded_nbytes == 2 * 4 * whole.units[1].padded_numel  # the root has nothing of its own
+    assert len(str(whole).splitlines()) < 15  # units that are alike are one line
+
+
+def test_hint_counts_small_units_and_says_how_many_belong_together() -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
+        large = nn.Sequential(*(nn.Linear(8192, 8192, bias=False) for _ in range(4)))
+    hint = fsdp_c.plan(net, world_size=8, auto_wrap_policy=LINEARS).hint
+    assert hint is not None and hint.startswith("4 of 5 units have fewer than 33,554,432") and "about 2 of them" in hint
+    assert fsdp_c.plan(large, world_size=8, auto_wrap_policy=LINEARS).hint is None
+    assert fsdp_c.plan(net, world_size=1, auto_wrap_policy=LINEARS).hint is None
+
+
+# ----------------------------------------------------------------- text
+
+
+def test_table_shows_units_names_sizes_and_memory() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    whole = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS)
+    assert [line.rstrip() for line in str(whole).splitlines()[:8]] == [
+        "3 units, 160 parameters, FULL_SHARD over 2 ranks",
+        "",
+        "unit    module      parameters  padding  dtype    sharded  unsharded  collectives",
+        "(root)  Sequential          16        0  float32     32 B       64 B  gather 64 B, scatter 64 B",
+        "* (x2)  Linear              72        0  float32    144 B      288 B  gather 288 B, scatter 288 B",
+        "",
+        "(root): 2.weight, 2.bias",
+        "* (x2): weight, bias",
+    ]
+    assert "per rank: 320 B of parameters all the time, and at most 640 B unsharded in a training step" in str(whole)
+    assert "per step: 5 all-gathers, 1.2 KiB on each rank" in str(whole)
+    computed = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, mixed_precision=BF16)
+    assert "kept>computed>reduced" in str(computed) and "float32>bfloat16>bfloat16" in str(computed)
+
+
+def test_units_of_several_strategies_say_theirs() -> None:
+    whole = fsdp_c.plan(Net(), world_size=4, auto_wrap_policy=CustomPolicy(policy_of_settings))
+    assert "SHARD_GRAD_OP over 4 ranks" in str(whole) and "FULL_SHARD over 4 ranks" in str(whole)
+    assert "blocks.* (x3)" in str(whole)
+
+
+def test_printing_a_model_shows_its_units_in_the_tree_of_torch() -> None:
+    model = FSDP(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), auto_wrap_policy=LINEARS)
+    assert repr(model).splitlines() == [
+        "FullyShardedDataParallel(",
+        "  per rank: 12 B of parameters all the time, and at most 48 B unsharded in a training step",
+        "  (_fsdp_wrapped_module): Sequential(",
+        "    (0): FullyShardedDataParallel(",
+        "      FULL_SHARD over 4 ranks: 12 elements and 0 of padding in float32; 12 B per rank, 48 B unsharded",
+        "      holds weight, bias",
+        "      (_fsdp_wrapped_module): Linear(in_features=3, out_features=3, bias=True)",
+        "    )",
+        "    (1): ReLU()",
+        "  )",
+        ")",
+    ]
+
+
+def test_printing_a_unit_whose_construction_failed_still_works() -> None:
+    broken = FSDP.__new__(FSDP)
+    nn.Module.__init__(broken)
+    assert repr(broken) == "FullyShardedDataParallel()"
+
+
+def test_summary_of_several_trees_and_of_an_inner_unit() -> None:
+    trees = nn.ModuleList([FSDP(nn.Linear(3, 3)), FSDP(nn.Sequential(nn.Linear(3, 3)), auto_wrap_policy=LINEARS)])
+    assert [(unit.path, unit.parent) for unit in fsdp_c.summary(trees).units] == [("0", None), ("1", None), ("1.0", 1)]
+    (inner,) = fsdp_c.summary(trees[1].module[0]).units
+    assert (inner.path, inner.parent) == ("", None)
+
+
+# ----------------------------------------------------------------- logging
+
+
+def logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    with caplog.at_level(level, logger="fsdp_c"):
+        model = FSDP(Net(), process_group=dist.new_group([1, 2]), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+        for _ in range(2):
+            model._lazy_init()
+    return [record.getMessage() for record in caplog.records if record.name == "fsdp_c"]
+
+
+def test_first_rank_logs_the_units_once_at_lazy_initialisation(caplog: pytest.LogCaptureFixture) -> None:
+    (message,) = logged(caplog, logging.INFO)
+    assert message.startswith("5 units, ") and "blocks.* (x3)" in message
+
+
+def test_nothing_is_made_to_be_logged_without_a_listener(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # the function of that name hides the module
+        patch.setattr(sys.modules["fsdp_c.summary"], "summary", lambda root: pytest.fail("summarised"))
+        assert logged(caplog, logging.WARNING) == []
+
+
+# ----------------------------------------------------------------- what is refused
+
+
+def shared_between_units() -> nn.Module:
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+    net[1].weight = net[0][0].weight
+    return net
+
+
+def mixed_dtypes() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
+
+
+def frozen_partly() -> nn.Module:
+    net = nn.Sequential(nn.Linear(3, 3))
+    net[0].bias.requires_grad_(False)
+    return net
+
+
+AS_WRAPPING = {
+    "shared": (shared_between_units, {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential})}),
+    "mixed dtypes": (mixed_dtypes, {}),
+    "frozen partly": (frozen_partly, {}),
+    "frozen partly by policy": (frozen_partly, {"auto_wrap_policy": LINEARS}),
+    "scalar": (lambda: nn.ParameterList([nn.Parameter(torch.tensor(1.0))]), {}),
+    "integers": (lambda: nn.ParameterList([nn.Parameter(torch.ones(3).long(), requires_grad=False)]), {}),
+    "both ignored": (lambda: nn.Linear(3, 3), {"ignored_modules": [], "ignored_states": []}),
+    "policy": (lambda: nn.Linear(3, 3), {"auto_wrap_policy": {nn.Linear}}),
+    "a class as policy": (lambda: nn.Linear(3, 3), {"auto_wrap_policy": nn.Linear}),
+    "precision": (lambda: nn.Linear(3, 3), {"mixed_precision": torch.bfloat16}),
+    "no module": (lambda: [nn.Linear(3, 3)], {}),
+    "a class": (lambda: nn.Linear, {}),
+}
+
+
+@pytest.mark.parametrize("name", AS_WRAPPING)
+def test_plan_refuses_what_wrapping_refuses_in_the_same_words(name: str) -> None:
+    build, settings = AS_WRAPPING[name]
+    with pytest.raises((TypeError, ValueError)) as of_wrapping:
+        FSDP(build(), **settings)
+    with pytest.raises(of_wrapping.type) as of_plan:
+        fsdp_c.plan(build(), world_size=4, **settings)
+    assert _names(of_plan) == _names(of_wrapping)
+
+
+def _names(caught: pytest.ExceptionInfo[Exception]) -> list[str]:
+    """The words of a message in any order: which of two units comes first is not the same."""
+    return sorted(re.findall(r"[\w.]+", str(caught.value)))
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "no units": (lambda: fsdp_c.summary(nn.Linear(3, 3)), ValueError, "wrap it first, or ask fsdp_c.plan"),
+    "no module": (lambda: fsdp_c.summary("model"), TypeError, "expected an nn.Module but got str"),
+    "wrapped": (lambda: fsdp_c.plan(FSDP(nn.Linear(3, 3)), world_size=4), ValueError, "ask fsdp_c.summary"),
+    "world": (lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=0), ValueError, "at least 1, not 0"),
+    "text": (lambda: fsdp_c.plan(nn.Linear(3, 3), world_size="8"), TypeError, "number of ranks, not str '8'"),
+    "strategy": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, strategy="FULL_SHARD"),
+        TypeError,
+        "must be a ShardingStrategy or None, not str 'FULL_SHARD': pass for instance ShardingStrategy.FULL_SHARD",
+    ),
+    "hybrid": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, strategy=ShardingStrategy.HYBRID_SHARD),
+        ValueError,
+        "pass ranks_per_node",
+    ),
+    "uneven nodes": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, strategy=ShardingStrategy.HYBRID_SHARD, ranks_per_node=3),
+        ValueError,
+        "4 ranks do not fill nodes of 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_summarised_or_planned_is_refused(name: str) -> None:
+    attempt, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        attempt()
+
+
+# ----------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def in_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+MODEL = "plain_torchrun:build_model"
+FLAGS = ["--world-size", "8", "--wrap", "TransformerEncoderLayer", "--param-dtype", "bfloat16", "--use-orig-params"]
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    import plain_torchrun
+
+    assert cli.main(["plan", MODEL, *FLAGS]) == 0
+    policy = ModuleWrapPolicy({nn.TransformerEncoderLayer})
+    settings = {"auto_wrap_policy": policy, "mixed_precision": BF16, "use_orig_params": True}
+    planned = fsdp_c.plan(plain_torchrun.build_model(), world_size=8, **settings)
+    assert capsys.readouterr().out == f"{planned}\n"
+    assert len(planned.units) == 4
+
+
+BAD_COMMANDS = {
+    "no world size": ([MODEL], "arguments are required: --world-size"),
+    "no model": (["--world-size", "8"], "arguments are required: MODULE:CALLABLE"),
+    "an unknown flag": ([MODEL, *FLAGS, "--fast"], "unrecognized arguments: --fast"),
+    "a number of ranks": ([MODEL, "--world-size", "0"], "world_size must be at least 1, not 0"),
+    "no number": ([MODEL, "--world-size", "many"], "invalid int value: 'many'"),
+    "no callable": (["plain_torchrun", "--world-size", "8"], "'plain_torchrun' is not MODULE:CALLABLE"),
+    "no module": (["nowhere:Net", "--world-size", "8"], "no module 'nowhere' here"),
+    "no such name": (["plain_torchrun:Net", "--world-size", "8"], "has no attribute 'Net'"),
+    "a number": (["plain_torchrun:WIDTH", "--world-size", "8"], "WIDTH is int, which cannot be called"),
+    "no module returned": (["builtins:dict", "--world-size", "8"], "should return an nn.Module, but returned dict"),
+    "a class": ([MODEL, *FLAGS, "--wrap", "Block"], "--wrap Block: no module of that class, there are Dropout"),
+    "two policies": ([MODEL, *FLAGS, "--min-numel", "9"], "not allowed with argument --wrap"),
+    "a strategy": ([MODEL, *FLAGS, "--strategy", "ddp"], "invalid choice: 'ddp'"),
+    "hybrid": ([MODEL, *FLAGS, "--strategy", "hybrid_shard"], "pass ranks_per_node"),
+}
+
+
+@pytest.mark.usefixtures("in_examples")
+@pytest.mark.parametrize("what", BAD_COMMANDS)
+def test_bad_command_ends_with_its_reason_and_status_2(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, reason = BAD_COMMANDS[what]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert re.match(f"python -m fsdp_c plan: error: .*{reason}", capsys.readouterr().err.splitlines()[-1])
