@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity build lint format bench clean
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-native   the C programs under tests/native'
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
+	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make build         compile the extension in place'
 	@echo 'make lint format   check, or write, the formatting of C and Python'
 	@echo 'make bench         host overhead beside FSDP1 and FSDP2'
@@ -49,6 +50,10 @@ $(VENV)/.dev: $(VENV)/.base requirements/dev.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/dev.txt
 	@touch $@
 
+$(VENV)/.clients: $(VENV)/.dev requirements/clients.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -r requirements/clients.txt
+	@touch $@
+
 $(VENV)/.installed: $(VENV)/.base setup.py pyproject.toml
 	$(BIN)/python -m pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
 	@touch $@
@@ -62,7 +67,7 @@ demo: build
 	    --out $(DEMO_OUT) $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
 
 test: build $(VENV)/.dev
-	$(PYTEST) tests
+	$(PYTEST) tests --ignore tests/clients
 
 test-fast: build $(VENV)/.dev
 	$(PYTEST) tests/unit tests/test_architecture.py
@@ -75,6 +80,9 @@ test-ranks: build $(VENV)/.dev
 
 test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity
+
+test-clients: build $(VENV)/.clients
+	$(PYTEST) tests/clients
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PY_FILES)

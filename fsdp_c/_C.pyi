@@ -211,7 +211,8 @@ class Unit:
     sync_gradients: bool  # writable: no_sync() sets it
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and
-        propagates."""
+        propagates. Inside summon_full_params ``wrapped`` alone, on what is shown; RuntimeError unless gradients are
+        disabled."""
     def unshard(self) -> None:
         """Start the all-gather ahead of the forward that will use it, and show the whole parameters. Collective. A
         no-op before lazy init; RuntimeError inside summon_full_params."""

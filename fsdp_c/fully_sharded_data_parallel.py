@@ -663,10 +663,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     ) -> contextlib.AbstractContextManager[None]:
         """Show whole parameters of the units in ``module``, in their own dtype and under their own names, in a context.
 
-        Collective on entry. Inside, neither forward nor backward may run. On exit this rank's share of what was written
-        is kept, unless ``writeback`` is False. With ``rank0_only`` (and then ``writeback=False``) the other ranks see
-        their shards; ``offload_to_cpu`` shows copies in CPU memory; ``with_grads`` shows whole gradients, with
-        use_orig_params only.
+        Collective on entry. Inside, forwards use what is shown and gather nothing; they run under ``torch.no_grad()``,
+        and no backward may. On exit this rank's share of what was written is kept, unless ``writeback`` is False. With
+        ``rank0_only`` (and then ``writeback=False``) the other ranks see their shards; ``offload_to_cpu`` shows copies
+        in CPU memory; ``with_grads`` shows whole gradients, with use_orig_params only.
         """
         return unshard_params.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 

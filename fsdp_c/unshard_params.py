@@ -29,7 +29,8 @@ def summon_full_params(
 
     Collective over each unit's group. At exit ``writeback`` keeps this rank's part of any edit; where nothing is
     sharded edits persist in any case. Under ``rank0_only`` only rank 0 of a unit's group sees full parameters.
-    ``with_grads`` shows full gradients too (use_orig_params only). Raises NotImplementedError for combinations that
+    ``with_grads`` shows full gradients too (use_orig_params only). Forwards inside compute with what is shown, under
+    ``torch.no_grad()``: no backward could follow them. Raises NotImplementedError for combinations that
     have no meaning, AssertionError during forward, backward or another ``summon_full_params``.
     """
     if recurse:

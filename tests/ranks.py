@@ -243,24 +243,28 @@ class RankPool:
         return "\n".join(parts)
 
 
-_pools: dict[int, RankPool] = {}
+_pools: dict[tuple[int, str], RankPool] = {}
 
 
-def pool(world_size: int) -> RankPool:
-    """The pool of this session for a world size."""
-    return _pools.setdefault(world_size, RankPool(world_size))
+def pool(world_size: int, label: str = "") -> RankPool:
+    """The pool of this session for a world size; tests that change whole processes have one under a label."""
+    return _pools.setdefault((world_size, label), RankPool(world_size))
 
 
-def close_pools() -> None:
-    """End all rank processes of this session."""
-    for one in _pools.values():
-        one.close()
+def close_pools(label: str | None = None) -> None:
+    """End the rank processes of this session: all of them, or those under a label."""
+    for (_, name), one in _pools.items():
+        if label is None or name == label:
+            one.close()
 
 
 def on_ranks(
-    world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S
+    world_size: int, timeout_s: float = DEFAULT_TIMEOUT_S, label: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of ``body(rank, world_size, **arguments)``; pytest supplies the picklable arguments."""
+    """Make a test of ``body(rank, world_size, **arguments)``; pytest supplies the picklable arguments.
+
+    Bodies under one label share processes.
+    """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         parameters = list(inspect.signature(body).parameters.values())
@@ -269,7 +273,7 @@ def on_ranks(
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            pool(world_size).run(body.__module__, body.__name__, arguments, timeout_s)
+            pool(world_size, label).run(body.__module__, body.__name__, arguments, timeout_s)
 
         test.__signature__ = inspect.Signature(parameters[2:])  # type: ignore[attr-defined]
         test.rank_body = body  # type: ignore[attr-defined]

@@ -233,7 +233,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     return trainable ? 0 : watch_inputs(unit, args, kwargs);
 }
 
-/* A unit that may not start a forward now (inside summon_full_params, say) is left as it is. */
+/* A unit that may not start a forward now is left as it is. */
 static int begin_forward(struct unit *unit) {
     if (unit->handle && handle_set_training_state(unit->handle, USE_FORWARD) < 0)
         return -1;
@@ -474,9 +474,29 @@ static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *arg
     return output;
 }
 
+static bool is_summoned(const struct unit *unit) {
+    return unit->training_state == USE_SUMMON_FULL_PARAMS ||
+           (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS);
+}
+
+/* Inside summon_full_params: the parameters are there, in full precision, and stay there. */
+static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+    if (!torch_grad_enabled())
+        return PyObject_Call(wrapped, args, kwargs);
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
+        "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the forward, or leave "
+        "summon_full_params() first.",
+        unit_rank(unit), unit->name);
+    return NULL;
+}
+
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     if (ensure_lazy_init(unit) < 0)
         return NULL;
+    if (is_summoned(unit))
+        return forward_on_full_params(unit, wrapped, args, kwargs);
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
         return NULL;
     if (recomputing(unit))

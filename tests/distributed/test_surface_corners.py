@@ -19,6 +19,7 @@ from tests.models import WIDTH, Block, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import clip_step
 from tests.ranks import on_ranks
+from tests.storage import settled_nbytes
 
 CPU = torch.device("cpu")
 PER_BLOCK = ModuleWrapPolicy({Block})
@@ -54,17 +55,48 @@ def test_summon_waits_for_the_device_once_per_unit(rank: int, world_size: int) -
     assert [call.args for call in synchronize.call_args_list] == [(CPU,)] * entered
 
 
+@pytest.mark.parametrize("recurse", [True, False])
 @both_views
 @on_ranks(2)
-def test_forward_inside_summon_is_refused_and_the_parameters_stay_whole(
+def test_forward_inside_summon_computes_with_the_parameters_that_are_shown(
+    rank: int, world_size: int, use_orig_params: bool, recurse: bool
+) -> None:
+    """A-100: torch runs it and fails at the end of the context, about sizes. transformers generates so."""
+    model, reference = wrap(plain(), use_orig_params=use_orig_params), plain()
+    model(batch(rank)).square().mean().backward()
+    with FSDP.summon_full_params(model, recurse), torch.no_grad():
+        model.module.head.weight.zero_()
+        reference.head.weight.zero_()
+        for forward in (model, model.module, model):
+            assert torch.equal(forward(batch(rank)), reference(batch(rank)))
+    assert settled_nbytes() == 0
+    assert torch.equal(model(batch(rank)), reference(batch(rank)))
+
+
+@both_views
+@on_ranks(2)
+def test_forward_inside_summon_is_in_full_precision_and_needs_no_other_rank(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
-    """A-100: torch runs it and fails at the end of the context, about sizes."""
+    """A-100, A-091, A-094."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    model, reference = wrap(plain(), use_orig_params=use_orig_params, mixed_precision=precision), plain()
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False), torch.no_grad():
+        if rank == 0:
+            assert torch.equal(model(batch(rank)), reference(batch(rank)))
+
+
+@both_views
+@on_ranks(2)
+def test_forward_inside_summon_that_a_backward_could_follow_is_refused(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """A-100: what is shown there is freed at the end of the context; and the parameters stay whole until then."""
     model = wrap(plain(), use_orig_params=use_orig_params)
     expected = {name: param.detach().clone() for name, param in plain().named_parameters()}
     model(batch(rank)).square().mean().backward()
     with FSDP.summon_full_params(model):
-        with pytest.raises(RuntimeError, match="rank.*Net.*SUMMON_FULL_PARAMS.*FORWARD"):
+        with pytest.raises(RuntimeError, match="rank.*Net.*SUMMON_FULL_PARAMS.*FORWARD.*no_grad"):
             model(batch(rank))
         assert all(torch.equal(param, expected[name]) for name, param in model.named_parameters())
     model(batch(rank)).square().mean().backward()

@@ -1,0 +1,23 @@
+"""Libraries imported once, in the process that ranks are forked from; each test module has ranks of its own.
+
+Libraries keep state per process, and import slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import ranks
+
+LIBRARIES = ["accelerate", "transformers"]
+
+ranks.PRELOAD.extend(name for name in LIBRARIES if name not in ranks.PRELOAD)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends the ranks of the module's library."""
+    yield
+    ranks.close_pools(request.module.LIBRARY)

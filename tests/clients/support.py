@@ -1,0 +1,116 @@
+"""What the tests of all libraries share: the environment of a launched rank, shims, and the unsharded reference."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+
+# fp32 on both sides, the same sums in another order: measured below 2e-7 after some steps of AdamW
+TOLERANCE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+def require(*names: str) -> None:
+    """Skip the calling module unless the libraries are there. Not importorskip: that would import them here."""
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        pytest.skip(f"not installed: {', '.join(missing)} (make test-clients installs them)", allow_module_level=True)
+
+
+def launched(rank: int, world_size: int) -> None:
+    """Make this process look as torchrun leaves it, with fsdp_c installed after the libraries were imported."""
+    import fsdp_c
+
+    os.environ.update(
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_RANK="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+        TORCHELASTIC_RUN_ID="none",
+    )
+    fsdp_c.install()
+
+
+@functools.cache
+def gpus_that_are_cpus() -> None:
+    """The shim for accelerate and the Trainer, which give FSDP to distributed GPUs alone: a run on CPUs says it is one.
+
+    With ``sync_module_states`` they also ask for the GPU to allocate parameters on.
+    """
+    from accelerate import FullyShardedDataParallelPlugin as Plugin
+    from accelerate.state import DistributedType, PartialState
+    from accelerate.utils import dataclasses
+
+    set_device, post_init = PartialState.set_device, Plugin.__post_init__
+
+    def set_device_and_type(state: PartialState) -> None:
+        set_device(state)
+        if state.distributed_type == DistributedType.MULTI_CPU:
+            state.distributed_type = DistributedType.MULTI_GPU
+
+    def post_init_with_gpu(plugin: Plugin) -> None:
+        gpu = mock.patch.object(dataclasses, "is_cuda_available", lambda: True)
+        with gpu, mock.patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
+            post_init(plugin)
+
+    PartialState.set_device = set_device_and_type
+    Plugin.__post_init__ = post_init_with_gpu
+
+
+def assert_ours(model: nn.Module) -> None:
+    """That the library has built fsdp_c's units, and none of torch's."""
+    import fsdp_c
+
+    units = [module for module in model.modules() if type(module).__name__ == "FullyShardedDataParallel"]
+    assert units, "nothing was wrapped"
+    assert all(type(unit).__module__.startswith("fsdp_c") for unit in units)
+    assert sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel is fsdp_c.FullyShardedDataParallel
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The whole state dict on every rank. Collective."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_parameters(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Same names, and values within TOLERANCE."""
+    assert sorted(found) == sorted(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def train_reference(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, int], Tensor],
+    steps: Iterable[int],
+    *,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None = None,
+    micro_batches: int = 1,
+) -> list[float]:
+    """Train the unsharded ``model`` on what all ranks see together; ``loss_of(model, micro batch)``. Losses by step."""
+    losses = []
+    for step in steps:
+        total = 0.0
+        for micro in range(micro_batches):
+            loss = loss_of(model, step * micro_batches + micro) / micro_batches
+            loss.backward()
+            total += loss.item()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses

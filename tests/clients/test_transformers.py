@@ -1,0 +1,159 @@
+"""The transformers Trainer with FSDP in its arguments, and a model whose output layer shares the embedding's weight."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.clients.support import (
+    assert_ours,
+    assert_same_parameters,
+    full_parameters,
+    gpus_that_are_cpus,
+    launched,
+    require,
+    train_reference,
+)
+from tests.ranks import on_ranks
+
+require("transformers", "accelerate")
+
+LIBRARY = "transformers"
+BATCH = 2  # of each rank
+LENGTH = 6
+VOCABULARY = 30
+STEPS = 6
+ADAM_EPSILON = 1e-4  # the gradient of a key bias is 0 but for rounding, which a smaller one would blow up
+
+both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+
+
+def language_model(seed: int = 0) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=12, n_layer=2, n_head=2, eos_token_id=0, **dropouts)
+    )
+
+
+def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
+    tokens = torch.randint(1, VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = tokens.index_fill(1, torch.tensor([0]), -100)  # never predicted; the Trainer divides by the rest
+    return [{"input_ids": text, "labels": label} for text, label in zip(tokens, labels, strict=True)]
+
+
+def trainer(rank, world_size, folder, *, seed=0, use_orig_params=True, state_dict_type="FULL_STATE_DICT", **arguments):
+    from transformers import Trainer, TrainingArguments
+
+    launched(rank, world_size)
+    gpus_that_are_cpus()
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={
+            "version": 1,
+            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "transformer_layer_cls_to_wrap": ["GPT2Block"],
+            "use_orig_params": use_orig_params,
+            "state_dict_type": state_dict_type,
+        },
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        train_sampling_strategy="sequential",
+        max_steps=STEPS,
+        save_steps=STEPS // 2,
+        logging_steps=1,
+        learning_rate=1e-2,
+        adam_epsilon=ADAM_EPSILON,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.5,
+        report_to=[],
+        disable_tqdm=True,
+        **arguments,
+    )
+    return Trainer(
+        language_model(seed),
+        arguments,
+        train_dataset=texts(STEPS * BATCH * world_size, seed=1),
+        eval_dataset=texts(3 * BATCH * world_size, seed=2),
+    )
+
+
+def logged_losses(run) -> list[float]:
+    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def trained_reference(world_size: int, make_optimizer) -> tuple[nn.Module, list[float]]:
+    model, batches = language_model(), texts(STEPS * BATCH * world_size, seed=1)
+
+    def loss_of(model, step):
+        whole = torch.stack([text["input_ids"] for text in batches[step * BATCH * world_size :][: BATCH * world_size]])
+        return model(input_ids=whole, labels=whole).loss
+
+    optimizer = make_optimizer(model.parameters())
+    return model, train_reference(model, loss_of, range(STEPS), optimizer=optimizer, max_norm=0.5)
+
+
+@both_views
+@on_ranks(2, label=LIBRARY)
+def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, use_orig_params, tmp_path):
+    from transformers import GPT2LMHeadModel
+
+    run = trainer(rank, world_size, tmp_path, use_orig_params=use_orig_params)
+    run.train()
+    assert_ours(run.model)
+    plain, losses = trained_reference(
+        world_size, lambda params: torch.optim.AdamW(params, lr=1e-2, eps=ADAM_EPSILON, weight_decay=0)
+    )
+    assert logged_losses(run) == pytest.approx(losses, abs=2e-4)  # the Trainer rounds what it logs
+    assert_same_parameters(full_parameters(run.model), plain.state_dict())
+
+    tokens = torch.stack([text["input_ids"] for text in run.eval_dataset])
+    with torch.no_grad():
+        expected = plain(input_ids=tokens, labels=tokens).loss.item()
+    assert run.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-4)
+
+    run.save_model(str(tmp_path / "saved"))
+    run.accelerator.wait_for_everyone()
+    assert_same_parameters(GPT2LMHeadModel.from_pretrained(tmp_path / "saved").state_dict(), plain.state_dict())
+
+
+@both_views
+@on_ranks(2, label=LIBRARY)
+def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig_params, tmp_path):
+    """Under summon_full_params, and by the forward method that the Trainer registers."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    run = trainer(rank, world_size, tmp_path, use_orig_params=use_orig_params, save_strategy="no")
+    run.train()
+    plain = language_model()
+    plain.load_state_dict(full_parameters(run.model))
+    prompt = texts(BATCH, seed=3 + rank)[0]["input_ids"][None, :2]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    expected = plain.eval().generate(prompt, **options)
+    run.model.eval()
+    with FSDP.summon_full_params(run.model, writeback=False):
+        assert torch.equal(run.model.generate(prompt, **options), expected)
+    assert torch.equal(run.model.generate(prompt, synced_gpus=True, **options), expected)
+
+
+# accelerate loads sharded optimizer state into what an optimizer holds, and a new one holds nothing: none with SGD
+@pytest.mark.parametrize(
+    ("state_dict_type", "optim"), [("FULL_STATE_DICT", "adamw_torch"), ("SHARDED_STATE_DICT", "sgd")]
+)
+@both_views
+@on_ranks(2, label=LIBRARY)
+def test_resumed_run_ends_as_the_undisturbed_one(rank, world_size, use_orig_params, state_dict_type, optim, tmp_path):
+    options = {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type, "optim": optim}
+    whole = trainer(rank, world_size, tmp_path, **options)
+    whole.train()
+    again = trainer(rank, world_size, tmp_path / "again", seed=1, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}"))
+    assert logged_losses(again)[-STEPS // 2 :] == logged_losses(whole)[-STEPS // 2 :]
+    end = full_parameters(whole.model)
+    for name, value in full_parameters(again.model).items():
+        assert torch.equal(value, end[name]), name
