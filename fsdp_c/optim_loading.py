@@ -18,6 +18,7 @@ from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import rank0_partition, redistribute
 from fsdp_c.sharded_values import ParamForm, by_group, param_forms, rows_of_value, shards_of_rows, to_memory_order
 from fsdp_c.state_dict_saving import split_shard
+from fsdp_c.tensor_parallel import full_shape, local_part
 
 
 class LoadOptions(NamedTuple):
@@ -109,10 +110,10 @@ def _targets(params: OptimParams, states: dict[str, Any]) -> list[_Target]:
             if not _is_tensor(value):
                 continue
             shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            if shape != form.shape:
+            if shape != full_shape(form.parallel, form.shape):
                 raise ValueError(
                     f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
-                    f"{tuple(shape)}, the parameter {tuple(form.shape)}"
+                    f"{tuple(shape)}, the parameter {tuple(full_shape(form.parallel, form.shape))}"
                 )
             targets.append(_Target(known.unit, form, fqn, name, value))
     return targets
@@ -122,18 +123,34 @@ def _shards(
     targets: Sequence[_Target], source: dict[str, Any] | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """By FQN and state name, this rank's part of each tensor: 1-D, or whole where the unit shards nothing."""
-    remote = [target for target in targets if isinstance(target.value, _OnRank0)]
-    sharded = [target for target in targets if isinstance(target.value, (ShardedTensor, DTensor))]
-    yield from _shards_from_rank_0(remote, source, options.group)
+    parallel = [target for target in targets if target.unit._fsdp_extension is not None]
+    others = [target for target in targets if target.unit._fsdp_extension is None]
+    sharded = [target for target in others if isinstance(target.value, (ShardedTensor, DTensor))]
+    yield from _shards_from_rank_0([target for target in others if isinstance(target.value, _OnRank0)], source, options)
     by_unit = _by_unit(sharded)
     for group, units in by_group(by_unit):
         members = [target for unit in units for target in by_unit[unit]]
         rows = _agreed_rows(members, group)
         for target, shard in zip(members, shards_of_rows(rows, group, units[0].compute_device), strict=True):
             yield (target.fqn, target.state_name), shard
-    for target in targets:
+    yield from _shards_over_meshes(parallel, source, options)
+    for target in others:
         if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor)):
             yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
+
+
+def _shards_over_meshes(
+    targets: Sequence[_Target], source: dict[str, Any] | None, options: LoadOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Where tensor parallelism divides parameters as well (parity 24): whole over the unit's ranks, then this one's."""
+    for group in dict.fromkeys(target.unit.process_group for target in targets):
+        _agree_on([target for target in targets if target.unit.process_group is group], group)
+    for target in targets:
+        value = target.value
+        if isinstance(value, _OnRank0):
+            value = _broadcast(value, _value_of(target, source), target.unit.compute_device, options.group)
+        local = local_part(value.detach(), target.form.parallel)
+        yield (target.fqn, target.state_name), _own_part(target, local)
 
 
 def _by_unit(targets: Iterable[_Target]) -> dict[Any, list[_Target]]:
@@ -145,12 +162,18 @@ def _by_unit(targets: Iterable[_Target]) -> dict[Any, list[_Target]]:
 
 def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamForm, Tensor]]:
     """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
-    known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
     error, rows = None, []
     try:
         rows = [(t.form, rows_of_value(t.value, t.fqn, t.unit, t.form).detach()) for t in targets]
     except AssertionError as found:
         error = found
+    _agree_on(targets, group, error)
+    return rows
+
+
+def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
+    """Raise where one rank has an error, or the ranks pass different state: before anything moves. Collective."""
+    known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
     told = _tell((hashlib.blake2b(repr(known).encode(), digest_size=16).digest(), error), group)
     if error is not None:
         raise error
@@ -159,10 +182,9 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
         raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {one}")
     if len({digest for digest, _ in told.values()}) > 1:
         raise ValueError(_difference({rank: set(one) for rank, one in _tell(known, group).items()}))
-    return rows
 
 
-def _dtype(value: ShardedTensor | DTensor) -> torch.dtype:
+def _dtype(value: Any) -> torch.dtype:
     return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
 
 
@@ -190,10 +212,10 @@ def _own_part(target: _Target, value: Tensor) -> Tensor:
 
 
 def _shards_from_rank_0(
-    targets: Sequence[_Target], source: dict[str, Any] | None, group: dist.ProcessGroup | None
+    targets: Sequence[_Target], source: dict[str, Any] | None, options: LoadOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by one."""
-    world_size = dist.get_world_size(group)
+    world_size = dist.get_world_size(options.group)
     direct = {unit for unit in _by_unit(targets) if unit._handle.layout.sharded and unit.world_size == world_size}
     by_unit = _by_unit(target for target in targets if target.unit in direct)
     for shard_group, units in by_group(by_unit):
@@ -209,7 +231,7 @@ def _shards_from_rank_0(
             yield (target.fqn, target.state_name), shard
     for target in targets:
         if target.unit not in direct:
-            whole = _broadcast(target.value, _value_of(target, source), target.unit.compute_device, group)
+            whole = _broadcast(target.value, _value_of(target, source), target.unit.compute_device, options.group)
             yield (target.fqn, target.state_name), _own_part(target, whole)
 
 

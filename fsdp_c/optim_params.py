@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fsdp_c import common
-from fsdp_c.tensor_parallel import is_parallel
 from fsdp_c.traversal import clean_name, joined, units_with_paths
 
 Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
@@ -38,11 +37,6 @@ class OptimParams:
         if any(unit._use_orig_params != self.use_orig_params for _, unit in units):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.units = [unit for _, unit in units if unit._handle is not None]
-        if any(is_parallel(unit._handle) for unit in self.units):
-            raise NotImplementedError(
-                "optimizer state of tensor parallel parameters has no form by names yet: save optimizer.state_dict() "
-                "of each rank, and load it on the same mesh"
-            )
         managed = self._managed(units)
         self.raw_names = dict(model.named_parameters())
         self.by_param = {

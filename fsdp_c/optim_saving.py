@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import gather, join_ranges
@@ -273,12 +274,13 @@ def _tensors(
                 if name in one:
                     pieces[unit] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
     values = {}
-    whole = [unit for unit in params.units if not unit._handle.layout.sharded]
-    for unit in whole:
-        for piece in pieces[unit]:
-            values[piece.fqn, piece.state_name] = _own_copy(piece, options)
+    for unit in params.units:
+        if not unit._handle.layout.sharded:
+            values.update(_own_copies(unit, pieces[unit], options))
     sharded = [unit for unit in params.units if unit._handle.layout.sharded and pieces[unit]]
-    values.update(_rows(sharded, pieces, options) if options.shard_state else _wholes(sharded, pieces, options))
+    by_rows = [unit for unit in sharded if options.shard_state and unit._fsdp_extension is None]
+    values.update(_rows(by_rows, pieces, options))
+    values.update(_wholes([unit for unit in sharded if unit not in by_rows], pieces, options))
     return values
 
 
@@ -302,8 +304,11 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     ]
 
 
-def _own_copy(piece: _Piece, options: SaveOptions) -> Tensor:
-    return piece.data.to("cpu", copy=True) if options.cpu_offload else piece.data.clone()
+def _own_copies(unit: Any, pieces: Sequence[_Piece], options: SaveOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for piece in pieces:
+        value = _with_mesh(unit, piece.form, piece.data, options)
+        copied = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
+        yield (piece.fqn, piece.state_name), copied
 
 
 def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
@@ -318,22 +323,35 @@ def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOp
 def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
     values: dict[tuple[str, str], Any] = {}
     for group, members in by_group(units):
-        items = [piece for unit in members for piece in pieces[unit]]
+        items = [(unit, piece) for unit in members for piece in pieces[unit]]
         largest = max(unit._handle.layout.padded_numel * 4 for unit in members)
         flats = gather(
-            (piece.data for piece in items),
-            [piece.form.shard for piece in items],
+            (piece.data for _, piece in items),
+            [piece.form.shard for _, piece in items],
             group,
             device=members[0].compute_device,
-            shapes=[piece.form.memory_shape for piece in items],
+            shapes=[piece.form.memory_shape for _, piece in items],
             rank0_only=options.rank0_only,
             batch_nbytes=max(largest, FULL_BATCH_NBYTES),
         )
-        for piece, flat in zip(items, flats, strict=True):
-            if flat is not None and options.returns_state:
-                whole = dims_from_memory(flat, piece.form.order)
-                values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
+        for (unit, piece), flat in zip(items, flats, strict=True):
+            if flat is not None:
+                whole = _with_mesh(unit, piece.form, dims_from_memory(flat, piece.form.order), options)
+                if options.returns_state:
+                    values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
     return values
+
+
+def _with_mesh(unit: Any, form: ParamForm, whole: Tensor, options: SaveOptions) -> Tensor:
+    """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
+
+    In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to have all.
+    """
+    if form.parallel is not None:
+        whole = unit._fsdp_extension.post_unflatten_transform(whole, form.parallel)
+    if options.shard_state and unit._fsdp_extension is not None:
+        return unit._fsdp_extension.chunk_dtensor(whole, unit.rank, unit._device_mesh)
+    return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole
 
 
 # ----------------------------------------------------------------- the result

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Views = tuple[Tensor, ...]
@@ -74,6 +74,21 @@ def like(value: Any, shown: Any) -> Any:
         return value
     # All ranks have the same value: none sends it.
     return distribute_tensor(value, shown.device_mesh, shown.placements, src_data_rank=None)
+
+
+def local_part(value: Tensor, param_extension: Any) -> Tensor:
+    """What a parameter's local tensor is like for a whole ``value``, a plain tensor or a DTensor however placed.
+
+    Collective over the mesh of a DTensor.
+    """
+    placements = [] if param_extension is None else list(param_extension.placements)
+    if isinstance(value, DTensor):
+        around = [Replicate()] * (value.device_mesh.ndim - max(len(placements), 1))
+        return value.redistribute(placements=[*around, *(placements or [Replicate()])]).to_local()
+    if param_extension is None:
+        return value
+    # All ranks have the same value: none sends it.
+    return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
 
 
 def is_parallel(handle: Any) -> bool:

@@ -16,8 +16,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -568,8 +583,128 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(
         assert_close(plain().state_dict(), {name: full(value) for name, value in full_state(other).items()})
 
 
+# ------------------------------------------------------------------ optimizer state (parity 24)
+
+OPTIM_CONFIGS = {
+    "full": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)),
+    "rank 0": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False)),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig(offload_to_cpu=False)),
+}
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, data_rank: int, indices: range) -> None:
+    for index in indices:
+        loss_of(model, data_rank, index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(rank: int, plan: str, which: str = "fsdp_c", **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    model = wrap(tp.parallelized(plain(), plan), which, **options)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
+    step(model, optimizer, rank // 2, range(2))
+    return model, optimizer
+
+
+def reference() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = plain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3)
+    for index in range(2):
+        reference_backward(model, (index,))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def optim_state(model: Any, optimizer: torch.optim.Optimizer, kind: str) -> dict[str, Any]:
+    kind, config = OPTIM_CONFIGS[kind]
+    with type(model).state_dict_type(model, kind, None, config):
+        return type(model).optim_state_dict(model, optimizer)
+
+
+def load_optim_state(model: Any, optimizer: torch.optim.Optimizer, state: Any, kind: str) -> None:
+    kind, config = OPTIM_CONFIGS[kind]
+    with FSDP.state_dict_type(model, kind, None, config):
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+
+
+def assert_is_reference(state: dict[str, Any]) -> None:
+    model, optimizer = reference()
+    assert sorted(state["state"]) == sorted(dict(model.named_parameters()))
+    for name, param in model.named_parameters():
+        for key, expected in optimizer.state[param].items():
+            torch.testing.assert_close(full(state["state"][name][key]), expected)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", OPTIM_CONFIGS)
+@both_views
+@both_plans
 @on_ranks(4)
-def test_optimizer_state_by_names_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=True)
-    with pytest.raises(NotImplementedError, match="optimizer state of tensor parallel parameters"):
-        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def test_optimizer_state_is_the_plain_models_and_loads_again(
+    rank: int, world_size: int, plan: str, use_orig_params: bool, kind: str, strategy: str
+) -> None:
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    if strategy == "NO_SHARD" and kind == "sharded":
+        return  # whole then, as "full" is
+    model, optimizer = trained(rank, plan, **options)
+    state = optim_state(model, optimizer, kind)
+    if kind == "rank 0" and rank:
+        assert state == {}
+    else:
+        assert_is_reference(state)
+        up = state["state"]["layers.0.up.weight"]["exp_avg"]
+        assert isinstance(up, DTensor) == (kind != "rank 0")
+        if kind == "sharded":
+            assert up.placements == sharded_state(model)["layers.0.up.weight"].placements
+    other, other_optimizer = trained(rank, plan, **options)
+    step(other, other_optimizer, rank // 2, range(5, 6))
+    load(other, full_state(model))
+    load_optim_state(other, other_optimizer, state, kind)
+    for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        step(each, its_optimizer, rank // 2, range(2, 4))
+    expected = full_params(model)
+    assert all(torch.equal(value, expected[name]) for name, value in full_params(other).items())
+
+
+@both_views
+@on_ranks(4)
+def test_optimizer_state_of_a_plain_model_loads_into_tensor_parallel_parameters(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model, optimizer = reference()
+    by_name = FSDP.rekey_optim_state_dict(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+    parallel = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
+    its_optimizer = torch.optim.Adam(parallel.parameters(), lr=0.02, eps=1e-3)
+    load_optim_state(parallel, its_optimizer, by_name, "full")
+    assert_is_reference(optim_state(parallel, its_optimizer, "full"))
+
+
+@both_views
+@on_ranks(4)
+def test_row_24_dcp_restores_optimizer_state_and_with_torch_it_is_another(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Through get_state_dict and set_state_dict of torch.distributed.checkpoint. With flat parameters torch hangs."""
+    restored = {}
+    for which in ("torch", "fsdp_c") if use_orig_params else ("fsdp_c",):
+        cls = implementation(which)
+        with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", cls):
+            model, optimizer = trained(rank, "mlp", which, use_orig_params=use_orig_params)
+            states = get_state_dict(model, optimizer)
+            saved = {key: value.clone() for key, value in local_state(model, optimizer).items()}
+            step(model, optimizer, rank // 2, range(2, 3))
+            set_state_dict(model, optimizer, model_state_dict=states[0], optim_state_dict=states[1])
+            loaded = local_state(model, optimizer)
+        everyone: list[Any] = [None] * world_size
+        dist.all_gather_object(everyone, all(torch.equal(value, loaded[key]) for key, value in saved.items()))
+        restored[which] = all(everyone)
+    assert restored == ({"torch": False, "fsdp_c": True} if use_orig_params else {"fsdp_c": True})
+
+
+def local_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], Tensor]:
+    return {
+        (index, key): value
+        for index, param in enumerate(model.parameters())
+        for key, value in optimizer.state.get(param, {}).items()
+    }
