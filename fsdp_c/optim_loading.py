@@ -18,7 +18,7 @@ from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import rank0_partition, redistribute
 from fsdp_c.sharded_values import ParamForm, by_group, param_forms, rows_of_value, shards_of_rows, to_memory_order
 from fsdp_c.state_dict_saving import split_shard
-from fsdp_c.tensor_parallel import full_shape, local_part
+from fsdp_c.tensor_parallel import local_part
 
 
 class LoadOptions(NamedTuple):
@@ -110,10 +110,10 @@ def _targets(params: OptimParams, states: dict[str, Any]) -> list[_Target]:
             if not _is_tensor(value):
                 continue
             shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            if shape != full_shape(form.parallel, form.shape):
+            if shape != form.full_shape:
                 raise ValueError(
                     f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
-                    f"{tuple(shape)}, the parameter {tuple(full_shape(form.parallel, form.shape))}"
+                    f"{tuple(shape)}, the parameter {tuple(form.full_shape)}"
                 )
             targets.append(_Target(known.unit, form, fqn, name, value))
     return targets

@@ -25,6 +25,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdp_c.redistribution import Partition, chunk_partition, gather, redistribute, shard_partition
+from fsdp_c.tensor_parallel import full_shape
 
 
 class ParamForm(NamedTuple):
@@ -38,6 +39,11 @@ class ParamForm(NamedTuple):
     memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
     own_rows: tuple[int, ...]  # so of this rank's rows
     parallel: Any  # what tensor parallelism knows of a parameter whose local part this is; else None
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Over the ranks of tensor parallelism too."""
+        return full_shape(self.parallel, self.shape)
 
 
 def param_forms(unit: Any) -> list[ParamForm]:

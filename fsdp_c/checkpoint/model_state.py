@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C, common
-from fsdp_c.checkpoint.values import RangeTensor, whole_value
+from fsdp_c.checkpoint.values import RangeTensor, box_of_rank, in_box, whole_value
 from fsdp_c.sharded_values import ParamForm
 from fsdp_c.state_dict_saving import split_shard
 from fsdp_c.traversal import FLAT_PARAM, clean_name, is_unit, units_with_paths
@@ -26,7 +25,8 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any exchange of parameters,
     and its ``load`` loads into the model, whatever the number of ranks and the wrapping were. Not collective.
 
-    Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for DTensors.
+    Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for a DTensor that
+    is a sum over ranks.
     """
     return _model_state(model, as_saved=False)
 
@@ -59,13 +59,16 @@ def _settle(unit: Any) -> None:
         handle.writeback()
 
 
-def part_value(unit: Any, form: ParamForm, part: Tensor) -> RangeTensor:
-    """A parameter of a unit, or state of it, of which this rank holds ``part``."""
+def part_value(unit: Any, form: ParamForm, part: Tensor) -> Tensor:
+    """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
+    box = None if form.parallel is None else box_of_rank(form.parallel)
+    if part.dim() > 1:
+        return whole_value(part) if box is None else in_box(part, form.full_shape, box)
     start = form.shard.bounds(unit.rank)[0] if unit._handle.layout.sharded else 0
-    return RangeTensor(part, form.shape, start, form.order)
+    return RangeTensor(part, form.full_shape, start, form.order, box)
 
 
-def _params_of_unit(path: str, unit: Any) -> Iterator[tuple[tuple[nn.Module, str], RangeTensor]]:
+def _params_of_unit(path: str, unit: Any) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
     if unit._handle is None:
         return
     parts = list(split_shard(unit, unit._handle.local_shard))
@@ -110,12 +113,10 @@ def _in_order(
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
-        raise NotImplementedError(
-            f"{name} is a DTensor: fsdp_c.checkpoint does not hold tensor-parallel parameters yet; save "
-            "StateDictType.SHARDED_STATE_DICT with torch.distributed.checkpoint"
-        )
-    return whole_value(tensor)
+    try:
+        return whole_value(tensor)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{name}: {error}") from error
 
 
 def show_loaded(model: nn.Module) -> None:

@@ -87,7 +87,7 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: Any) -> Ite
     elif known.unit._use_orig_params:
         form = param_forms(known.unit)[known.indices[0]]
         if _holds_elements(known):
-            yield known.fqns[0], whole_value(value) if value.dim() > 1 else part_value(known.unit, form, value)
+            yield known.fqns[0], part_value(known.unit, form, value)
     else:
         for fqn, (form, part) in zip(known.fqns, split_shard(known.unit, value), strict=True):
             yield fqn, part_value(known.unit, form, part)
@@ -188,12 +188,12 @@ class OptimTarget:
         elif known.unit._use_orig_params:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             form = param_forms(known.unit)[known.indices[0]]
-            self._expect_shape(keys[0], form.shape)
-            self.tensors[keys[0]] = whole_value(value) if value.dim() > 1 else part_value(known.unit, form, value)
+            self._expect_shape(keys[0], form.full_shape)
+            self.tensors[keys[0]] = part_value(known.unit, form, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             for key, (form, part) in zip(keys, split_shard(known.unit, value), strict=True):
-                self._expect_shape(key, form.shape)
+                self._expect_shape(key, form.full_shape)
                 self.tensors[key] = part_value(known.unit, form, part)
         return value
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_c import _C
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, is_dense
@@ -24,6 +26,13 @@ from fsdp_c.sharded_values import from_memory_order, memory_order
 
 Offsets = tuple[int, ...]
 Order = tuple[int, ...] | None
+
+
+class Box(NamedTuple):
+    """A part of a tensor."""
+
+    offsets: Offsets
+    sizes: tuple[int, ...]
 
 
 class RangeTensor(Tensor):
@@ -35,15 +44,25 @@ class RangeTensor(Tensor):
     local: Tensor
     start: int
     order: Order
+    box: Box
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], start: int, order: Order = None) -> RangeTensor:
-        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor."""
+    def __new__(
+        cls, local: Tensor, shape: Sequence[int], start: int, order: Order = None, box: Box | None = None
+    ) -> RangeTensor:
+        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor.
+
+        ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all of it.
+        """
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
         made.local, made.start, made.order = local.detach(), start, order
+        made.box = box or Box((0,) * len(shape), tuple(shape))
         return made
+
+    def _like(self, local: Tensor) -> RangeTensor:
+        return RangeTensor(local, self.shape, self.start, self.order, self.box)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -52,11 +71,10 @@ class RangeTensor(Tensor):
         aten = torch.ops.aten
         moves = (aten.detach.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default)
         if func in moves and isinstance(args[0], cls):
-            value = args[0]
-            return cls(func(value.local, *args[1:], **(kwargs or {})), value.shape, value.start, value.order)
+            return args[0]._like(func(args[0].local, *args[1:], **(kwargs or {})))
         if func is aten.new_empty.default:
             empty = args[0].local.new_empty(args[0].local.shape, **(kwargs or {}))
-            return cls(empty, args[1], args[0].start, args[0].order)
+            return cls(empty, args[1], args[0].start, args[0].order, args[0].box)
         if func is aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
             args[0].local.copy_(args[1].local, **(kwargs or {}))
             return args[0]
@@ -70,7 +88,7 @@ class RangeTensor(Tensor):
         return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
 
     def __deepcopy__(self, memo: Any) -> RangeTensor:
-        return RangeTensor(self.local.clone(), self.shape, self.start, self.order)
+        return self._like(self.local.clone())
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
@@ -78,7 +96,10 @@ class RangeTensor(Tensor):
         numel = self.local.numel()
         if not numel and math.prod(self.shape):
             return {}
-        return dict(boxes_of(self.local, self.shape, self.start, self.order))
+        return {
+            tuple(map(int.__add__, offsets, self.box.offsets)): part
+            for offsets, part in boxes_of(self.local, self.box.sizes, self.start, self.order)
+        }
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
         """DCP's protocol: what this rank writes."""
@@ -142,14 +163,32 @@ def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(result)
 
 
+def box_of_rank(spec: Any) -> Box:
+    """This rank's part of a DTensor of these placements. Raises NotImplementedError where it is a summand."""
+    if any(placement.is_partial() for placement in spec.placements):
+        raise NotImplementedError(f"a tensor placed {spec.placements} is a sum over ranks: redistribute it to save it")
+    sizes, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return Box(tuple(offsets), tuple(sizes))
+
+
 def whole_value(tensor: Tensor) -> Tensor:
-    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece."""
+    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece; or a DTensor's
+    part on this rank."""
     tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return in_box(tensor.to_local(), tensor.shape, box_of_rank(tensor._spec))
     if tensor.nbytes <= MAX_NBYTES or not is_dense(tensor):
         return tensor
-    order = None if tensor.is_contiguous() else memory_order(tensor.stride())
-    flat = (tensor if order is None else tensor.permute(order)).reshape(-1)
-    return RangeTensor(flat, tensor.shape, 0, order)
+    return in_box(tensor, tensor.shape, None)
+
+
+def in_box(local: Tensor, shape: Sequence[int], box: Box | None) -> RangeTensor:
+    """All of a box of a tensor of ``shape``, which is ``local``, in the same memory."""
+    if not is_dense(local):
+        raise NotImplementedError(f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous")
+    order = None if local.is_contiguous() else memory_order(local.stride())
+    flat = (local if order is None else local.permute(order)).reshape(-1)
+    return RangeTensor(flat, shape, 0, order, box)
 
 
 def mapped_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -18,15 +18,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 
-from fsdp_c import checkpoint
+from fsdp_c import FullyShardedDataParallel, checkpoint
 from fsdp_c.checkpoint import CheckpointError
 from fsdp_c.checkpoint.metadata import read_checkpoint
+from tests import tensor_parallel as tp
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import same_bits
 from tests.ranks import on_ranks, pool
 
+CPU = torch.device("cpu")
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
 
@@ -443,13 +447,74 @@ def test_names_are_those_of_state_dict_and_shared_memory_is_written_once(rank, w
     assert chunks[0] == chunks[1]
 
 
+# ----------------------------------------------------------------- tensor parallelism
+
+
+def plan_of(kind: str, seed: int) -> Any:
+    """Tensor parallelism inside units, without units, or none of it."""
+    torch.manual_seed(seed)
+    model = tp.Language()
+    model.layers[0].up.weight.data = model.layers[0].up.weight.data.t().contiguous().t()  # other strides
+    if kind == "none":
+        return model
+    model = tp.parallelized(model, "sequence")
+    if kind == "alone":
+        return model
+    options = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": ModuleWrapPolicy({tp.Layer}), "device_id": CPU}
+    strategy = ShardingStrategy.NO_SHARD if kind == "unsharded" else ShardingStrategy.FULL_SHARD
+    return FullyShardedDataParallel(model, use_orig_params=kind != "flat", sharding_strategy=strategy, **options)
+
+
+def parallel_step(model: Any, optimizer: torch.optim.Optimizer, index: int) -> None:
+    model(tp.tokens(index)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.02, eps=1e-3, foreach=False)
+
+
+@pytest.mark.parametrize("kind", ["orig", "flat", "unsharded", "alone"])
+@on_ranks(4)
+def test_tensor_parallel_parameters_are_those_of_the_plain_model(rank, world_size, kind):
+    """Saved here and loaded without tensor parallelism, and the other way round: trained on, they are the same."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, plain = plan_of(kind, 0), plan_of("none", 1)
+        optimizer, its_optimizer = adam(model), adam(plain)
+        for index in range(2):
+            parallel_step(model, optimizer, index)
+        path = folder_of_ranks() / "ckpt"
+        checkpoint.save(model, optimizer, path)
+        checkpoint.load(plain, its_optimizer, path)
+        back = plan_of(kind, 2)
+        back_optimizer = adam(back)
+        checkpoint.save(plain, its_optimizer, path)
+        checkpoint.load(back, back_optimizer, path)
+    parallel_step(plain, its_optimizer, 5)
+    for one, of_it in ((model, optimizer), (back, back_optimizer)):
+        parallel_step(one, of_it, 5)
+        assert_close_params(one, plain)
+
+
+def assert_close_params(model: Any, plain: nn.Module) -> None:
+    values = checkpoint.model_state(model)
+    for name, param in plain.named_parameters():
+        parts = {(0,) * param.dim(): values[name]}
+        for offsets, part in getattr(values[name], "boxes", parts).items():
+            expected = param.detach()[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
+            torch.testing.assert_close(part, expected)
+
+
 @on_ranks(2)
-def test_a_dtensor_is_refused(rank, world_size):
+def test_a_dtensor_that_is_a_sum_is_refused(rank, world_size):
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2,))
-    model.weight = nn.Parameter(dist.tensor.distribute_tensor(model.weight, mesh, [dist.tensor.Shard(0)]))
+    partial = DTensor.from_local(model.weight.detach(), mesh, [dist.tensor.Partial()])
+    model.weight = nn.Parameter(partial)
     folder = folder_of_ranks()
-    with pytest.raises(NotImplementedError, match="weight is a DTensor"):
+    with pytest.raises(NotImplementedError, match="weight: a tensor placed .* is a sum over ranks"):
         checkpoint.save(model, None, folder / "ckpt")
     assert list(folder.iterdir()) == []
 
