@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import numbers
 import os
 import warnings
 import weakref
@@ -32,14 +33,6 @@ _units: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # wrapped modul
 # ---- arguments of the wrong type
 
 
-def check_module(module: Any) -> None:
-    """TypeError for what is no module."""
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected an nn.Module but got {type(module).__name__}: pass the module itself")
-
-
 def check_settings(strategy: Any, mixed_precision: Any, backward_prefetch: Any, cpu_offload: Any = None) -> None:
     """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for None."""
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
@@ -47,8 +40,35 @@ def check_settings(strategy: Any, mixed_precision: Any, backward_prefetch: Any, 
     if mixed_precision:
         example = "MixedPrecision(param_dtype=torch.bfloat16)"
         _check_type("mixed_precision", mixed_precision, MixedPrecision, example)
+        _check_dtypes(mixed_precision)
     if cpu_offload:
         _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
+
+
+def check_places(process_group: Any, device_mesh: Any, device_id: Any) -> None:
+    """TypeError for arguments that name no group, mesh or device; ValueError for a group that this rank is not in."""
+    _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')
+    is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(device_id, bool)
+    if device_id is not None and not is_device:
+        raise TypeError(
+            f"device_id must be a torch.device or the index of one, not {type(device_id).__name__} {device_id!r}: pass "
+            "for instance torch.device('cpu')"
+        )
+    for group in process_group if isinstance(process_group, (tuple, list)) else (process_group,):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group only, or "
+                "pass a group with all ranks that wrap it"
+            )
+        _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
+
+
+def _check_dtypes(mixed_precision: MixedPrecision) -> None:
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(mixed_precision, name)
+        _check_type(f"MixedPrecision.{name}", dtype, torch.dtype, "torch.bfloat16")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16")
 
 
 def _check_type(name: str, value: Any, kind: type, example: str) -> None:
@@ -75,8 +95,14 @@ def refuse_foreign_units(tree: Subtree) -> None:
             )
 
 
-def warn_of_container(module: nn.Module) -> None:
-    """UserWarning for a container whose forward nobody calls: its parameters would never be gathered."""
+def warn_of_useless_unit(module: nn.Module) -> None:
+    """UserWarning for what nobody gains from: a container whose forward nobody calls, so that its parameters would
+    never be gathered, and a unit, which leaves nothing to the unit around it."""
+    if is_unit(module):
+        warnings.warn(
+            "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap once",
+            stacklevel=3,
+        )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
             f"FSDP gathers parameters in forward, and a {type(module).__name__} has none: wrap its elements instead",
@@ -209,8 +235,7 @@ def _default_group() -> dist.ProcessGroup:
     if group is None:
         raise ValueError(
             "Default process group has not been initialized: call torch.distributed.init_process_group() before "
-            "wrapping, "
-            "or pass process_group"
+            "wrapping, in a script started with torchrun, or pass process_group"
         )
     return group
 
@@ -328,7 +353,10 @@ def resolve_device(
     found = {param.device for param in params} - {CPU, torch.device("meta")}
     types = sorted({device.type for device in found})
     if len(types) > 1:
-        raise RuntimeError(f"FSDP does not support modules with different device types, but got parameters on {types}")
+        raise RuntimeError(
+            f"FSDP does not support modules with different device types, but got parameters on {types}: move the "
+            "module to one device, or pass the parameters of the others in ignored_states"
+        )
     if found:
         return min(found, key=str)
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -355,7 +383,10 @@ def _with_index(device: torch.device) -> torch.device:
     try:
         backend = torch.get_device_module(device)
     except RuntimeError as error:
-        raise AttributeError(f"device_id={device} on rank {rank}: torch has no backend torch.{device.type}") from error
+        raise AttributeError(
+            f"device_id={device} on rank {rank}: torch has no backend torch.{device.type}: import what provides it, or "
+            "pass another device"
+        ) from error
     if not backend.is_available():
         raise RuntimeError(
             f"device_id={device} on rank {rank}, but torch finds no {device.type} device; leave it out for the CPU"
@@ -383,7 +414,10 @@ def check_single_device(
     found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
     if len(devices) == 2 and CPU in devices:
         raise RuntimeError(f"{unit} on rank {rank} has parameters on CPU and on a device ({found}): pass device_id")
-    raise RuntimeError(f"FSDP supports only single device modules, but {unit} on rank {rank} has {found}")
+    raise RuntimeError(
+        f"FSDP supports only single device modules, but {unit} on rank {rank} has {found}: move the module to one of "
+        "them"
+    )
 
 
 def check_compute_device(

@@ -129,9 +129,8 @@ def check_uniform(params: Sequence[nn.Parameter], fqns: Sequence[str], use_orig_
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
         if not param.is_floating_point():
-            raise ValueError(
-                f"Cannot flatten integer dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states."
-            )
+            kind = "complex" if param.is_complex() else "integer"
+            raise ValueError(f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states.")
         if param.dtype != dtype:
             raise ValueError(
                 f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} ({fqn}). "
@@ -139,7 +138,8 @@ def check_uniform(params: Sequence[nn.Parameter], fqns: Sequence[str], use_orig_
             )
         if param.device != device:
             raise ValueError(
-                f"Must flatten tensors on the same device but got {device} ({fqns[0]}) and {param.device} ({fqn})"
+                f"Must flatten tensors on the same device but got {device} ({fqns[0]}) and {param.device} ({fqn}). "
+                "Move the module to one device."
             )
         if not use_orig_params and param.requires_grad != requires_grad:
             trainable = [name for name, p in zip(fqns, params, strict=True) if p.requires_grad]

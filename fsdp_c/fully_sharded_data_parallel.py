@@ -57,6 +57,7 @@ from fsdp_c.traversal import (
     WRAPPED_MODULE,
     WRAPPED_PREFIX,
     Subtree,
+    check_module,
     clean_path,
     units_of,
     units_with_paths,
@@ -175,13 +176,14 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
-        construction.check_module(module)
+        check_module(module)
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
+        construction.check_places(process_group, device_mesh, device_id)
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy)
         tree = Subtree(module)
         construction.refuse_foreign_units(tree)
-        construction.warn_of_container(module)
+        construction.warn_of_useless_unit(module)
         ignored = construction.resolve_ignored_states(tree, ignored_modules, ignored_states)
         device = construction.resolve_device(tree, ignored.params, device_id)
         construction.annotate_for_dynamo(tree, ignored.modules, use_orig_params)

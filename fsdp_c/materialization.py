@@ -38,12 +38,17 @@ def materialize(
         for target in targets:
             param_init_fn(target)
     else:
-        raise ValueError(f"expected param_init_fn to be callable but got {type(param_init_fn).__name__}")
+        raise ValueError(
+            f"expected param_init_fn to be callable but got {type(param_init_fn).__name__}: pass a function of a module"
+        )
     tree = Subtree(tree.root)
     params = own_params(tree, ignored_params)
     for param in params:
         if param.is_meta:
-            raise ValueError(f"{tree.param_name(param)!r} is still on the meta device after its initialisation")
+            raise ValueError(
+                f"{tree.param_name(param)!r} is still on the meta device after its initialisation: have param_init_fn, "
+                "or the module's reset_parameters(), allocate it, as module.to_empty(device=..., recurse=False) does"
+            )
     return tree, params
 
 

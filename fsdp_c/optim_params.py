@@ -33,6 +33,11 @@ class OptimParams:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         units = units_with_paths(model)
+        if not units:
+            raise IndexError(
+                f"{type(model).__name__} has no FullyShardedDataParallel in it: pass the wrapped model, or save a "
+                "plain one's optimizer by optim.state_dict()"
+            )
         self.use_orig_params = units[0][1]._use_orig_params
         if any(unit._use_orig_params != self.use_orig_params for _, unit in units):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")

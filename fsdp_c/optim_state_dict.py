@@ -19,6 +19,7 @@ from fsdp_c.state_dict import get_state_dict_type
 def optim_state_dict(model: nn.Module, optim: Any, osd: dict[str, Any] | None, group: Any) -> dict[str, Any]:
     """See FullyShardedDataParallel.optim_state_dict."""
     params = OptimParams(model)
+    _check_optimizer(optim)
     settings = get_state_dict_type(model)
     assert settings is not None
     config = settings.optim_state_dict_config
@@ -29,6 +30,11 @@ def optim_state_dict(model: nn.Module, optim: Any, osd: dict[str, Any] | None, g
         group=group,
     )
     return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
+
+
+def _check_optimizer(optim: Any) -> None:
+    if not hasattr(optim, "param_groups"):
+        raise TypeError(f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()")
 
 
 def _save(
@@ -54,6 +60,7 @@ def optim_state_dict_to_load(
 ) -> dict[str, Any]:
     """See FullyShardedDataParallel.optim_state_dict_to_load."""
     params = OptimParams(model)
+    _check_optimizer(optim)
     settings = get_state_dict_type(model)
     assert settings is not None
     rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)

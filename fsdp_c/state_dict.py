@@ -128,6 +128,11 @@ def _select(
     model_config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
+    if not isinstance(wanted, StateDictType):
+        raise TypeError(
+            f"state_dict_type must be a StateDictType, not {type(wanted).__name__} {wanted!r}: pass for instance "
+            "StateDictType.FULL_STATE_DICT"
+        )
     model_type, optim_type = _CONFIG_TYPES[wanted]
     model_config = _config("state_dict_config", model_type, model_config)
     optim_config = _config("optim_state_dict_config", optim_type, optim_config)
@@ -145,7 +150,7 @@ def _config(name: str, expected: type, given: Any) -> Any:
     if given is None:
         return expected()
     if type(given) is not expected:
-        raise RuntimeError(f"Expected {name} of type {expected} but got {type(given)}")
+        raise RuntimeError(f"Expected {name} of type {expected} but got {type(given)}: pass {expected.__name__}(...)")
     return given
 
 

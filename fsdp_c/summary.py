@@ -23,7 +23,7 @@ from fsdp_c.api import (
     ShardingStrategy,
 )
 from fsdp_c.flat_param import Occurrences, aligned_numel, check_uniform
-from fsdp_c.traversal import Subtree, clean_name, clean_path, joined, units_with_paths
+from fsdp_c.traversal import Subtree, check_module, clean_name, clean_path, joined, units_with_paths
 from fsdp_c.wrap import Policy, chosen_modules
 
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
@@ -184,7 +184,7 @@ def summary(module: nn.Module) -> Summary:
 
     Not collective, and at any time. Raises TypeError for what is no module, ValueError for one without units.
     """
-    construction.check_module(module)
+    check_module(module)
     found = units_with_paths(module)
     if not found:
         raise ValueError(
@@ -254,7 +254,7 @@ def plan(
 
     Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or ``module``.
     """
-    construction.check_module(module)
+    check_module(module)
     construction.check_settings(strategy, mixed_precision, backward_prefetch)
     shards, replicas = _split_ranks(world_size, strategy, ranks_per_node)
     tree = Subtree(module)

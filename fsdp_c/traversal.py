@@ -6,7 +6,7 @@ can ask.
 
 import functools
 from collections.abc import Container
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -43,6 +43,14 @@ def is_composable(module: nn.Module) -> bool:
 def unwrapped(module: nn.Module) -> nn.Module:
     """``module`` without a checkpoint wrapper directly around it."""
     return module._modules[_CHECKPOINT_WRAPPED_MODULE] if isinstance(module, ActivationWrapper) else module
+
+
+def check_module(module: Any) -> None:
+    """TypeError for what is no module."""
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module but got {type(module).__name__}: pass the module itself")
 
 
 class ParamInfo(NamedTuple):
@@ -119,7 +127,11 @@ class Subtree:
 
 
 def units_with_paths(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The units of a tree and their paths from ``module``, depth first, an outer unit before its inner ones."""
+    """The units of a tree and their paths from ``module``, depth first, an outer unit before its inner ones.
+
+    Raises TypeError for what is no module.
+    """
+    check_module(module)
     found: list[tuple[str, nn.Module]] = []
     visited: set[nn.Module] = set()
     pending = [("", module)]

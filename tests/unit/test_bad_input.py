@@ -1,0 +1,189 @@
+"""Arguments of the wrong type, and modules that cannot be wrapped: what to do stands in each error, nothing is changed.
+
+The rows of the list of errors are in test_errors.py; here is what users do beside them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import MixedPrecision, StateDictType
+
+RANK = 1
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def layer() -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] = {
+    "strategy": (
+        lambda: {"sharding_strategy": "FULL_SHARD"},
+        TypeError,
+        "instance ShardingStrategy.FULL_SHARD",
+    ),
+    "precision": (lambda: {"mixed_precision": torch.bfloat16}, TypeError, "pass for instance MixedPrecision\\("),
+    "dtype": (
+        lambda: {"mixed_precision": MixedPrecision(param_dtype="bfloat16")},
+        TypeError,
+        "MixedPrecision.param_dtype must be a dtype or None, not str 'bfloat16': pass for instance torch.bfloat16",
+    ),
+    "integers": (
+        lambda: {"mixed_precision": MixedPrecision(reduce_dtype=torch.int32)},
+        ValueError,
+        "MixedPrecision.reduce_dtype is torch.int32: pass a floating-point dtype",
+    ),
+    "offload": (
+        lambda: {"cpu_offload": True},
+        TypeError,
+        "not bool True: .*CPUOffload\\(offload_params",
+    ),
+    "prefetch": (lambda: {"backward_prefetch": "pre"}, TypeError, "pass for instance BackwardPrefetch.BACKWARD_PRE"),
+    "policy": (
+        lambda: {"auto_wrap_policy": {nn.Linear}},
+        TypeError,
+        "not set .*ModuleWrapPolicy\\({Tr",
+    ),
+    "class as policy": (lambda: {"auto_wrap_policy": nn.Linear}, TypeError, "not Linear: .*ModuleWrapPolicy"),
+    "group": (lambda: {"process_group": "gloo"}, TypeError, "not str 'gloo': pass for instance .*new_group"),
+    "pair": (lambda: {"process_group": (dist.group.WORLD, 3)}, TypeError, "not int 3: pass for instance .*new_group"),
+    "foreign group": (
+        lambda: {"process_group": dist.new_group([0, 2])},
+        ValueError,
+        "rank 1 is not in process_group: wrap the module on the ranks of the group only",
+    ),
+    "mesh": (lambda: {"device_mesh": "cpu"}, TypeError, "not str 'cpu': pass for instance init_device_mesh"),
+    "device": (lambda: {"device_id": [0]}, TypeError, "device_id .* not list \\[0\\]: pass for instance torch.device"),
+    "device name": (lambda: {"device_id": "gpu"}, RuntimeError, "'gpu' on rank 1 names no device here.*leave it out"),
+    "device of no backend": (lambda: {"device_id": torch.device("meta")}, AttributeError, "pass another device"),
+}
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_argument_of_another_type_is_refused_and_nothing_changed(name: str) -> None:
+    make, error, message = ARGUMENTS[name]
+    net = nn.Sequential(layer(), layer())
+    before = {module: {**vars(module)} for module in net.modules()}
+    attributes = [{**vars(param)} for param in net.parameters()]
+    with pytest.raises(error, match=message):
+        FSDP(net, **make())
+    assert {module: {**vars(module)} for module in net.modules()} == before
+    assert [{**vars(param)} for param in net.parameters()] == attributes
+
+
+def sharded_by_torch() -> nn.Module:
+    inner = layer()
+    fully_shard(inner, mesh=init_device_mesh("cpu", (4,)))
+    return nn.Sequential(inner)
+
+
+MODULES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "list": (lambda: [layer()], TypeError, "expected an nn.Module but got list: pass the module itself"),
+    "class": (lambda: nn.Linear, TypeError, r"got the class Linear: pass an instance, Linear\(\)"),
+    "FSDP2": (sharded_by_torch, ValueError, "'0' is already sharded by torch's own FSDP .*from the plain module"),
+    "complex": (
+        lambda: nn.Linear(3, 3, dtype=torch.complex64),
+        ValueError,
+        "complex dtype tensors: weight is torch.complex64. Pass it in ignored_states",
+    ),
+    "uninitialised": (lambda: nn.LazyLinear(3), ValueError, "`forward` with a dummy batch"),
+}
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize("name", MODULES)
+def test_module_that_cannot_be_wrapped_is_refused(name: str) -> None:
+    build, error, message = MODULES[name]
+    with pytest.raises(error, match=re.compile(message, re.DOTALL)):
+        FSDP(build())
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_wrapping_a_unit_again_warns_and_holds_what_it_held(use_orig_params: bool) -> None:
+    """As torch allows it: the outer unit is one without parameters."""
+    inner = FSDP(layer(), use_orig_params=use_orig_params)
+    with pytest.warns(UserWarning, match="is a FullyShardedDataParallel already.*wrap once"):
+        outer = FSDP(inner, use_orig_params=use_orig_params)
+    assert outer._handle is None and outer.module is inner
+    assert [name for name, _ in outer.state_dict().items()] == ["weight", "bias"]
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    assert not dist.is_initialized()
+    net = layer()
+    with pytest.raises(ValueError, match=r"init_process_group\(\) before wrapping, in a script started with torchrun"):
+        FSDP(net)
+    assert type(net.weight) is nn.Parameter
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "full parameters of a list": (
+        lambda: FSDP.summon_full_params([layer()]).__enter__(),
+        TypeError,
+        "expected an nn.Module but got list",
+    ),
+    "units of a list": (lambda: FSDP.fsdp_modules([FSDP(layer())]), TypeError, "expected an nn.Module but got list"),
+    "kind of state dict": (
+        lambda: FSDP.set_state_dict_type(FSDP(layer()), "FULL_STATE_DICT"),
+        TypeError,
+        "not str 'FULL_STATE_DICT': pass for instance StateDictType.FULL_STATE_DICT",
+    ),
+    "kind of its configuration": (
+        lambda: FSDP.set_state_dict_type(FSDP(layer()), StateDictType.FULL_STATE_DICT, StateDictType.FULL_STATE_DICT),
+        RuntimeError,
+        r"pass FullStateDictConfig\(",
+    ),
+    "optimizer state of a plain model (X-164)": (
+        lambda: FSDP.optim_state_dict(net := layer(), sgd(net)),
+        IndexError,
+        "Linear has no FullyShardedDataParallel in it: pass the wrapped model",
+    ),
+    "optimizer state the wrong way round": (
+        lambda: FSDP.optim_state_dict(sgd(net := FSDP(layer())), net),
+        TypeError,
+        "expected an nn.Module but got SGD",
+    ),
+    "no optimizer": (
+        lambda: FSDP.optim_state_dict(FSDP(layer()), None),
+        TypeError,
+        "optimizer but got NoneType: pass",
+    ),
+    "no optimizer to load": (
+        lambda: FSDP.optim_state_dict_to_load(FSDP(layer()), FSDP(layer()), {"state": {}}),
+        TypeError,
+        "expected an optimizer but got FullyShardedDataParallel: pass the one over",
+    ),
+}
+
+
+@pytest.mark.usefixtures("fake_ranks")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", CALLS)
+def test_call_with_something_else_is_refused(name: str) -> None:
+    attempt, error, message = CALLS[name]
+    with pytest.raises(error, match=message):
+        attempt()
