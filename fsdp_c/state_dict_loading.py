@@ -112,7 +112,7 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
             value = rows_of_value(value, key, unit, form).to(target.dtype)
             if parallel:  # as the others of the unit: whole
                 value = whole_of_rows(value, form, unit)
-        values[param.index] = (form, value.detach(), target)
+        values[param.index] = (form, value, target)
     return [values[index] for index in sorted(values)]
 
 
@@ -128,7 +128,8 @@ def _load_full(unit: Any, values: Sequence[tuple[ParamForm, Tensor, Tensor]]) ->
     for form, value, target in values:
         start, end = form.shard.bounds(unit.rank) if unit._handle.layout.sharded else (0, form.shard.numel)
         if start < end:
-            target.copy_(to_memory_order(value, form.order)[start:end])
+            tensor = torch.detach(value)  # also of a tensor-like that is read from its file by this, one at a time
+            target.copy_(to_memory_order(tensor, form.order)[start:end])
 
 
 def _take(unit: Any, prefix: str, state_dict: dict[str, Any]) -> Mark:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -234,6 +235,34 @@ def test_gradients_and_optimizer_views_survive_a_save(rank: int, world_size: int
     assert [entry[:2] for entry in before] == [entry[:2] for entry in after]
     grads_after = [entry[2] for entry in after if entry[2] is not None]
     assert grads and all(torch.equal(*pair) for pair in zip(grads, grads_after, strict=True))
+
+
+class Unread:
+    """Stands for a tensor in a file, as Lightning's lazy checkpoints do: any function of torch reads it."""
+
+    alive: weakref.WeakSet[Tensor] = weakref.WeakSet()
+    most_alive = 0
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.array, self.shape, self.dtype = tensor.numpy(), tensor.shape, tensor.dtype
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        read = [torch.from_numpy(arg.array.copy()) if isinstance(arg, cls) else arg for arg in args]
+        cls.alive.update(new for new, arg in zip(read, args, strict=True) if new is not arg)
+        cls.most_alive = max(cls.most_alive, len(cls.alive))
+        return function(*read, **(kwargs or {}))
+
+
+@both_views
+@on_ranks(2)
+def test_tensors_that_stand_for_files_are_read_one_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
+    Unread.most_alive = 0
+    saved = plain(seed=1).state_dict()
+    model = wrap(plain(), use_orig_params)
+    model.load_state_dict({name: Unread(value) for name, value in saved.items()})
+    assert_same(saved, full_state_dict(model))
+    assert Unread.most_alive == 1
 
 
 @both_views

@@ -1,0 +1,72 @@
+"""What the tests of Fabric and of Lightning's Trainer train, and the strategy without its check for a GPU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH = 5
+GLOBAL_BATCH = 6  # on 2 and on 3 ranks
+STEPS = 6
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 7)
+        self.down = nn.Linear(7, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Mlp(nn.Module):
+    """Every module with parameters has reset_parameters, so that it may be built on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(Layer(), Layer())
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.inp(x)))
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self(inputs), targets)
+
+
+def mlp(seed: int = 0) -> Mlp:
+    torch.manual_seed(seed)
+    return Mlp()
+
+
+def manually_wrapped(model: Mlp) -> nn.Module:
+    """Each layer and the whole, where a strategy's context says how."""
+    from torch.distributed.fsdp.wrap import wrap
+
+    model.layers = nn.Sequential(*(wrap(layer) for layer in model.layers))
+    return wrap(model)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(GLOBAL_BATCH, WIDTH, generator=generator), torch.randn(GLOBAL_BATCH, WIDTH, generator=generator)
+
+
+def rank_batch(step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = batch(step)
+    return inputs.chunk(world_size)[rank], targets.chunk(world_size)[rank]
+
+
+def whole_loss(model: nn.Module, step: int) -> Tensor:
+    inputs, targets = batch(step)
+    return F.mse_loss(model(inputs), targets)
+
+
+def on_cpu(strategy: type) -> type:
+    """The shim: the library looks for a GPU only where the strategy's type is exactly its own."""
+    return type(f"Cpu{strategy.__name__}", (strategy,), {})
