@@ -100,6 +100,27 @@ struct byte_range {
 enum status kernel_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
                              const struct kernel_stream *stream);
 
+/* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without amsgrad the data of
+ * the last is NULL. `step` counts from 1, this one included. */
+enum adam_operand { ADAM_PARAM, ADAM_GRAD, ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ };
+struct adam_tensor {
+    struct tensor_view operands[ADAM_MAX_EXP_AVG_SQ + 1];
+    int64_t numel;
+    double step;
+};
+struct adamw_options {
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    bool maximize;
+};
+
+/* One step of AdamW, in fp64 for fp64 parameters and in fp32 for all others: adam.c gives the formula. */
+enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
+                         const struct kernel_stream *stream);
+
 int64_t dtype_nbytes(enum dtype dtype);
 
 #endif

@@ -7,12 +7,25 @@
 
 #include "kernels/kernels.h"
 
+/* The coefficients of a step of AdamW: see adam.c. */
+struct adam_numbers {
+    double decay;
+    double step_size;
+    double grad_weight;
+    double beta2;
+    double square_weight;
+    double correction2_sqrt;
+    double eps;
+    bool maximize;
+};
+
 /* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are equal. */
 struct loops {
     const char *name;
-    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel);
+    void (*cast[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel); /* of unequal dtypes */
 
-    /* output = cast(input) / divisor, and the same with a product */
+    /* In two or three steps instead where one of the dtypes alone is fp64: NULL there.
+     * output = cast(input) / divisor, and the same with a product */
     void (*cast_divide[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double divisor);
     void (*cast_multiply[DTYPE_COUNT][DTYPE_COUNT])(void *output, const void *input, int64_t numel, double factor);
 
@@ -32,6 +45,9 @@ struct loops {
     void (*largest[2])(void *largest, const void *input, int64_t numel);
     double (*sum[2])(const void *input, int64_t numel);
     void (*whole_power[2])(void *output, const void *input, int64_t numel, int64_t power);
+
+    /* By enum adam_operand, all of one dtype; the last NULL without amsgrad. */
+    void (*adamw[DTYPE_COUNT])(void *const operands[], int64_t numel, const struct adam_numbers *numbers);
 
     uint64_t (*checksum)(const void *words, int64_t first_word, int64_t num_words);
 };

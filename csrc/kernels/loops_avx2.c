@@ -65,8 +65,20 @@ static inline void floats_store_float16(float16 *output, floats values) {
     _mm_storeu_si128((__m128i *)(void *)output, _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-static inline floats floats_add_product(floats sum, floats a, floats b) {
+/* sum + a * b, rounded once. */
+static inline floats floats_fused(floats sum, floats a, floats b) {
     return _mm256_fmadd_ps(a, b, sum);
+}
+
+#define floats_add_product floats_fused
+
+static inline floats floats_root(floats values) {
+    return _mm256_sqrt_ps(values);
+}
+
+static inline floats floats_larger(floats a, floats b) {
+    __m256 is_nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    return _mm256_blendv_ps(_mm256_max_ps(a, b), a, is_nan); /* the second, where one is NaN */
 }
 
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)

@@ -66,8 +66,20 @@ static inline void floats_store_float16(float16 *output, floats values) {
                         _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-static inline floats floats_add_product(floats sum, floats a, floats b) {
+/* sum + a * b, rounded once. */
+static inline floats floats_fused(floats sum, floats a, floats b) {
     return _mm512_fmadd_ps(a, b, sum);
+}
+
+#define floats_add_product floats_fused
+
+static inline floats floats_root(floats values) {
+    return _mm512_sqrt_ps(values);
+}
+
+static inline floats floats_larger(floats a, floats b) {
+    __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_mask_mov_ps(_mm512_max_ps(a, b), is_nan, a); /* the second, where one is NaN */
 }
 
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)

@@ -17,8 +17,8 @@
     X(bfloat16, float) X(bfloat16, bfloat16) X(bfloat16, float16) \
     X(float16, float) X(float16, bfloat16) X(float16, float16)
 
-#define EACH_WIDE(X) \
-    X(float, double) X(bfloat16, double) X(float16, double) X(double, double) \
+#define EACH_WIDE_CAST(X)                                                    \
+    X(float, double) X(bfloat16, double) X(float16, double)                  \
     X(double, float) X(double, bfloat16) X(double, float16)
 
 /* A cast of vectors rounds where the target cannot hold what the source can. */
@@ -115,38 +115,33 @@ enum { AHEAD_NUMEL = 512 };
 EACH_NARROW(DEFINE_NARROW)
 
 /* Where fp64 takes part the compiler finds the vectors. */
-#define DEFINE_WIDE_FACTORED(to, from, verb, added, operator)                                                          \
-    static void to##_cast_##verb##_##from(void *output, const void *input, int64_t numel, double number) {             \
-        const to##_arith operand = (to##_arith)number;                                                                 \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            to value = to##_from_##from(((const from *)input)[i]);                                                     \
-            ((to *)output)[i] = to##_store(to##_load(value) operator operand);                                         \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void to##_add_##added##_##from(void *accumulator, const void *input, int64_t numel, double number) {        \
-        const from##_arith operand = (from##_arith)number;                                                             \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            from addend = from##_store(from##_load(((const from *)input)[i]) operator operand);                        \
-            to *sum = (to *)accumulator + i;                                                                           \
-            *sum = to##_store(to##_load(*sum) + to##_load(to##_from_##from(addend)));                                  \
-        }                                                                                                              \
-    }
-
-#define DEFINE_WIDE(to, from)                                                                                          \
+#define DEFINE_WIDE_CAST(to, from)                                                                                     \
     static void to##_cast_##from(void *output, const void *input, int64_t numel) {                                     \
         ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
             ((to *)output)[i] = to##_from_##from(((const from *)input)[i]);                                            \
         }                                                                                                              \
-    }                                                                                                                  \
-    static void to##_add_##from(void *accumulator, const void *input, int64_t numel) {                                 \
+    }
+EACH_WIDE_CAST(DEFINE_WIDE_CAST)
+
+static void double_add_double(void *accumulator, const void *input, int64_t numel) {
+    ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
+        ((double *)accumulator)[i] += ((const double *)input)[i];
+    }
+}
+
+#define DEFINE_DOUBLE(verb, added, operator)                                                                           \
+    static void double_cast_##verb##_double(void *output, const void *input, int64_t numel, double number) {           \
         ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            to *sum = (to *)accumulator + i;                                                                           \
-            *sum = to##_store(to##_load(*sum) + to##_load(to##_from_##from(((const from *)input)[i])));                \
+            ((double *)output)[i] = ((const double *)input)[i] operator number;                                        \
         }                                                                                                              \
     }                                                                                                                  \
-    DEFINE_WIDE_FACTORED(to, from, divide, divided, /)                                                                 \
-    DEFINE_WIDE_FACTORED(to, from, multiply, multiplied, *)
-EACH_WIDE(DEFINE_WIDE)
+    static void double_add_##added##_double(void *accumulator, const void *input, int64_t numel, double number) {      \
+        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
+            ((double *)accumulator)[i] += ((const double *)input)[i] operator number;                                  \
+        }                                                                                                              \
+    }
+DEFINE_DOUBLE(divide, divided, /)
+DEFINE_DOUBLE(multiply, multiplied, *)
 
 /* ---- inf and NaN ---- */
 
@@ -292,6 +287,88 @@ DEFINE_SQUARES(double, square_doubles)
 DEFINE_NORM(float, uint32_t, 0x7fffffffu)
 DEFINE_NORM(double, uint64_t, 0x7fffffffffffffffu)
 
+/* ---- AdamW ---- */
+
+/* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which. See [Note: as torch's]. */
+#define ADAMW_STEP(type, spread, load, store, fused, root, larger)                                                     \
+    do {                                                                                                               \
+        type grad = load(grads + i) * sign;                                                                            \
+        type average = load(averages + i);                                                                             \
+        type square = load(squares + i);                                                                               \
+        average = fused(is_small ? average : grad, spread(weight), grad - average);                                    \
+        square = fused(square * beta2, grad * square_weight, grad);                                                    \
+        store(averages + i, average);                                                                                  \
+        store(squares + i, square);                                                                                    \
+        if (maxima) {                                                                                                  \
+            square = larger(load(maxima + i), square);                                                                 \
+            store(maxima + i, square);                                                                                 \
+        }                                                                                                              \
+        type denominator = root(square) / correction + eps;                                                            \
+        store(params + i, load(params + i) * decay + average * step_size / denominator);                               \
+    } while (0)
+
+/* The operands and coefficients under the names above; the weight is what the exponential average moves by. */
+#define ADAMW_NUMBERS(type, arithmetic)                                                                                \
+    type *params = operands[ADAM_PARAM];                                                                               \
+    const type *grads = operands[ADAM_GRAD];                                                                           \
+    type *averages = operands[ADAM_EXP_AVG];                                                                           \
+    type *squares = operands[ADAM_EXP_AVG_SQ];                                                                         \
+    type *maxima = operands[ADAM_MAX_EXP_AVG_SQ];                                                                      \
+    const arithmetic sign = numbers->maximize ? -1 : 1;                                                                \
+    const arithmetic grad_weight = (arithmetic)numbers->grad_weight;                                                   \
+    const bool is_small = grad_weight < (arithmetic)0.5;                                                               \
+    const arithmetic weight = is_small ? grad_weight : grad_weight - 1;                                                \
+    const arithmetic beta2 = (arithmetic)numbers->beta2;                                                               \
+    const arithmetic square_weight = (arithmetic)numbers->square_weight;                                               \
+    const arithmetic correction = (arithmetic)numbers->correction2_sqrt;                                               \
+    const arithmetic eps = (arithmetic)numbers->eps;                                                                   \
+    const arithmetic decay = (arithmetic)numbers->decay;                                                               \
+    const arithmetic step_size = (arithmetic)numbers->step_size
+
+/* A single element, by the names of a vector. */
+#define SINGLE(value)                  (value)
+#define SINGLE_FUSED_float(sum, a, b)  fmaf(a, b, sum)
+#define SINGLE_FUSED_double(sum, a, b) fma(a, b, sum)
+#define SINGLE_LARGER(a, b)            ((a) > (b) || (a) != (a) ? (a) : (b))
+#define DEFINE_SINGLE(type)                                                                                            \
+    static inline type##_arith single_load_##type(const type *element) {                                               \
+        return type##_load(*element);                                                                                  \
+    }                                                                                                                  \
+    static inline void single_store_##type(type *element, type##_arith value) {                                        \
+        *element = type##_store(value);                                                                                \
+    }
+DEFINE_SINGLE(float)
+DEFINE_SINGLE(double)
+DEFINE_SINGLE(bfloat16)
+DEFINE_SINGLE(float16)
+
+#define DEFINE_ADAMW(type)                                                                                             \
+    static void type##_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {              \
+        ADAMW_NUMBERS(type, float);                                                                                    \
+        OVER_VECTORS {                                                                                                 \
+            PREFETCH(params + i + AHEAD_NUMEL, 1);                                                                     \
+            PREFETCH(grads + i + AHEAD_NUMEL, 0);                                                                      \
+            PREFETCH(averages + i + AHEAD_NUMEL, 1);                                                                   \
+            PREFETCH(squares + i + AHEAD_NUMEL, 1);                                                                    \
+            ADAMW_STEP(floats, floats_of, floats_load_##type, floats_store_##type, floats_fused, floats_root,          \
+                       floats_larger);                                                                                 \
+        }                                                                                                              \
+        OVER_REST {                                                                                                    \
+            ADAMW_STEP(float, SINGLE, single_load_##type, single_store_##type, SINGLE_FUSED_float, sqrtf,              \
+                       SINGLE_LARGER);                                                                                 \
+        }                                                                                                              \
+    }
+DEFINE_ADAMW(float)
+DEFINE_ADAMW(bfloat16)
+DEFINE_ADAMW(float16)
+
+static void double_adamw(void *const operands[], int64_t numel, const struct adam_numbers *numbers) {
+    ADAMW_NUMBERS(double, double);
+    ELEMENTWISE for (int64_t i = 0; i < numel; i++) {
+        ADAMW_STEP(double, SINGLE, single_load_double, single_store_double, SINGLE_FUSED_double, sqrt, SINGLE_LARGER);
+    }
+}
+
 /* ---- checksum ---- */
 
 static const uint64_t checksum_step = 0x9e3779b97f4a7c15u;
@@ -330,21 +407,27 @@ static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words
 
 /* ---- the table ---- */
 
+#define OF_NARROW(to, name)                                                                                            \
+    [DTYPE_FLOAT32] = to##_##name##_float, [DTYPE_BFLOAT16] = to##_##name##_bfloat16,                                  \
+    [DTYPE_FLOAT16] = to##_##name##_float16
 #define OF_PAIRS(name)                                                                                                 \
     {                                                                                                                  \
-        [DTYPE_FLOAT32] = {float_##name##_float, float_##name##_double, float_##name##_bfloat16,                       \
-                           float_##name##_float16},                                                                    \
-        [DTYPE_FLOAT64] = {double_##name##_float, double_##name##_double, double_##name##_bfloat16,                    \
-                           double_##name##_float16},                                                                   \
-        [DTYPE_BFLOAT16] = {bfloat16_##name##_float, bfloat16_##name##_double, bfloat16_##name##_bfloat16,             \
-                            bfloat16_##name##_float16},                                                                \
-        [DTYPE_FLOAT16] = {float16_##name##_float, float16_##name##_double, float16_##name##_bfloat16,                 \
-                           float16_##name##_float16},                                                                  \
+        [DTYPE_FLOAT32] = {OF_NARROW(float, name)},                                                                    \
+        [DTYPE_FLOAT64] = {[DTYPE_FLOAT64] = double_##name##_double},                                                  \
+        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, name)},                                                                \
+        [DTYPE_FLOAT16] = {OF_NARROW(float16, name)},                                                                  \
+    }
+#define OF_CASTS                                                                                                       \
+    {                                                                                                                  \
+        [DTYPE_FLOAT32] = {OF_NARROW(float, cast), [DTYPE_FLOAT64] = float_cast_double},                               \
+        [DTYPE_FLOAT64] = {OF_NARROW(double, cast)},                                                                   \
+        [DTYPE_BFLOAT16] = {OF_NARROW(bfloat16, cast), [DTYPE_FLOAT64] = bfloat16_cast_double},                        \
+        [DTYPE_FLOAT16] = {OF_NARROW(float16, cast), [DTYPE_FLOAT64] = float16_cast_double},                           \
     }
 
 const struct loops LOOPS_TABLE = {
     .name = LOOPS_NAME,
-    .cast = OF_PAIRS(cast),
+    .cast = OF_CASTS,
     .cast_divide = OF_PAIRS(cast_divide),
     .cast_multiply = OF_PAIRS(cast_multiply),
     .add = OF_PAIRS(add),
@@ -357,5 +440,6 @@ const struct loops LOOPS_TABLE = {
     .largest = {float_largest, double_largest},
     .whole_power = {float_whole_power, double_whole_power},
     .sum = {float_sum, double_sum},
+    .adamw = {float_adamw, double_adamw, bfloat16_adamw, float16_adamw},
     .checksum = checksum,
 };

@@ -11,6 +11,8 @@ enum { FLOATS = 4, WORDS = 2 };
 typedef float floats __attribute__((vector_size(16)));
 typedef uint32_t float_bits __attribute__((vector_size(16)));
 typedef uint16_t half_bits __attribute__((vector_size(8)));
+typedef double doubles __attribute__((vector_size(32)));
+typedef uint64_t double_bits __attribute__((vector_size(32)));
 typedef uint64_t words __attribute__((vector_size(16)));
 
 /* ---- the conversions of convert.h, on vectors ---- */
@@ -100,6 +102,40 @@ static inline void floats_store_float16(float16 *output, floats values) {
 
 static inline floats floats_add_product(floats sum, floats a, floats b) {
     return sum + a * b;
+}
+
+/* sum + a * b, rounded once. The product is exact in fp64; the sum is rounded there to odd, which no second rounding notices:
+ * of the two numbers around it, where it is none, the one whose last bit is set. */
+static inline floats floats_fused(floats sum, floats a, floats b) {
+#ifdef __FP_FAST_FMAF
+    for (int lane = 0; lane < FLOATS; lane++) {
+        sum[lane] = fmaf(a[lane], b[lane], sum[lane]);
+    }
+    return sum;
+#else
+    doubles product = __builtin_convertvector(a, doubles) * __builtin_convertvector(b, doubles);
+    doubles addend = __builtin_convertvector(sum, doubles);
+    doubles total = product + addend;
+    doubles part = total - product;
+    doubles error = (product - (total - part)) + (addend - part);
+    double_bits bits = (double_bits)total;
+    double_bits is_inexact = (double_bits)(error > 0) | (double_bits)(error < 0);
+    double_bits is_even = (bits & 1u) - 1u;
+    double_bits away = (double_bits)((error > 0) == (total > 0)); /* from zero: -1 if so */
+    bits -= (away + away + 1u) & is_inexact & is_even;
+    return __builtin_convertvector((doubles)bits, floats);
+#endif
+}
+
+static inline floats floats_root(floats values) {
+    for (int lane = 0; lane < FLOATS; lane++) {
+        values[lane] = sqrtf(values[lane]);
+    }
+    return values;
+}
+
+static inline floats floats_larger(floats a, floats b) {
+    return (floats)select_bits((float_bits)(a > b) | (float_bits)(a != a), (float_bits)a, (float_bits)b);
 }
 
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)

@@ -484,6 +484,76 @@ static void checksums(StableIValue *stack, const struct op_call *call) {
     stack[0] = op_give(&output);
 }
 
+/* Contiguous operands of a step, one per parameter and of its size. */
+static void read_adam_operands(const struct op_call *call, const struct op_list *list, enum adam_operand operand,
+                               struct adam_tensor *tensors, size_t count, const char *argument) {
+    OP_CHECK(list->count == count, "%s: %zu params, but %zu %s", call->name, count, list->count, argument);
+    for (size_t i = 0; i < count; i++) {
+        struct op_operand read;
+        read_contiguous(call, &read, op_tensor(list->items[i]), argument);
+        if (operand == ADAM_PARAM) {
+            tensors[i].numel = read.numel;
+        }
+        OP_CHECK(read.numel == tensors[i].numel, "%s: params[%zu] has %" PRId64 " elements, %s[%zu] %" PRId64,
+                 call->name, i, tensors[i].numel, argument, i, read.numel);
+        tensors[i].operands[operand] = read.view;
+    }
+}
+
+/* The steps taken so far, one float32 per parameter; they are counted up when the step is taken. */
+static void read_steps(const struct op_call *call, const struct op_list *list, struct adam_tensor *tensors,
+                       float **steps, size_t count) {
+    OP_CHECK(list->count == count, "%s: %zu params, but %zu steps", call->name, count, list->count);
+    for (size_t i = 0; i < count; i++) {
+        struct op_operand read;
+        steps[i] = read_number(call, &read, op_tensor(list->items[i]), "each of steps");
+        tensors[i].step = call->is_meta ? 1.0 : (double)*steps[i] + 1.0;
+    }
+}
+
+/* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without amsgrad. */
+static void adamw(StableIValue *stack, const struct op_call *call) {
+    static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
+    enum { NUM_LISTS = sizeof names / sizeof names[0] };
+    OP_OWNED_LIST params = {0};
+    OP_OWNED_LIST grads = {0};
+    OP_OWNED_LIST exp_avgs = {0};
+    OP_OWNED_LIST exp_avg_sqs = {0};
+    OP_OWNED_LIST max_exp_avg_sqs = {0};
+    OP_OWNED_LIST step_list = {0};
+    OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
+    OP_OWNED_MEMORY float **steps = NULL;
+    struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
+    for (int i = 0; i < NUM_LISTS; i++) {
+        op_read_list(lists[i], stack[i], true);
+    }
+    op_read_list(&step_list, stack[NUM_LISTS], true);
+    const StableIValue *numbers = stack + NUM_LISTS + 1;
+    struct adamw_options options = {
+        .lr = op_float(numbers[0]),
+        .beta1 = op_float(numbers[1]),
+        .beta2 = op_float(numbers[2]),
+        .eps = op_float(numbers[3]),
+        .weight_decay = op_float(numbers[4]),
+        .maximize = op_bool(numbers[5]),
+    };
+    tensors = op_alloc(params.count, sizeof *tensors);
+    steps = op_alloc(params.count, sizeof *steps);
+    for (int i = 0; i < NUM_LISTS; i++) {
+        if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0) {
+            read_adam_operands(call, lists[i], (enum adam_operand)i, tensors, params.count, names[i]);
+        }
+    }
+    read_steps(call, &step_list, tensors, steps, params.count);
+    if (!call->is_meta && params.count > 0) {
+        check_status(call, kernel_adamw(tensors, (int64_t)params.count, &options,
+                                        tensor_kernel_stream(&tensors[0].operands[ADAM_PARAM])));
+        for (size_t i = 0; i < params.count; i++) {
+            *steps[i] += 1.0f;
+        }
+    }
+}
+
 /* clang-format off */
 #define EACH_OP(X)                                                                                             \
     X(flatten, flatten, "(Tensor[] tensors, int aligned_numel, int padded_numel, ScalarType dtype) -> Tensor") \
@@ -497,7 +567,11 @@ static void checksums(StableIValue *stack, const struct op_call *call) {
     X(norms, norms, "(Tensor[] tensors, float p) -> Tensor")                                                   \
     X(clip_, clip, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")                                         \
     X(unscale_, unscale, "(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")           \
-    X(checksums, checksums, "(Tensor[] tensors) -> Tensor")
+    X(checksums, checksums, "(Tensor[] tensors) -> Tensor")                                                    \
+    X(adamw_, adamw,                                                                                           \
+      "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "                \
+      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float beta1, float beta2, float eps, "      \
+      "float weight_decay, bool maximize) -> ()")
 /* clang-format on */
 
 #define DEFINE_BOXED(name, body, schema)                                                                               \

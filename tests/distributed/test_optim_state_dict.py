@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
+from fsdp_c.optim import FlatAdamW
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
 from tests.ranks import on_ranks
@@ -40,6 +41,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2),
     "adamw fused": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
     "adamw foreach": lambda params: torch.optim.AdamW(params, lr=1e-2, foreach=True, amsgrad=True),
+    "flat adamw": lambda params: FlatAdamW(params, lr=1e-2, amsgrad=True),
     "sgd with momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
     "sgd": lambda params: torch.optim.SGD(params, lr=1e-2),
     "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2),

@@ -1,4 +1,4 @@
-/* links: kernels/accumulate.c kernels/blocks.c kernels/cast.c kernels/checksum.c kernels/copy.c kernels/loops.c kernels/loops_avx2.c
+/* links: kernels/accumulate.c kernels/adam.c kernels/blocks.c kernels/cast.c kernels/checksum.c kernels/copy.c kernels/loops.c kernels/loops_avx2.c
           kernels/loops_avx512.c kernels/loops_default.c kernels/norm.c kernels/pack.c kernels/scale.c kernels/unscale.c */
 #include <math.h>
 #include <string.h>
@@ -250,6 +250,46 @@ static void test_kernels_accept_nothing_to_do(void) {
     CHECK_EQUAL(kernel_scale(NULL, NULL, 0, 2.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_unscale(NULL, NULL, 0, NULL, NULL, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
+    CHECK_EQUAL(kernel_adamw(NULL, 0, NULL, &cutting), STATUS_OK);
+}
+
+/* With beta1 of 0, lr of 1 and no decay a step moves by the gradient's sign, whatever the dtypes. */
+static void test_adamw_steps_operands_of_any_dtype(void) {
+    for (int kind = 0; kind < DTYPE_COUNT * DTYPE_COUNT; kind++) {
+        enum { NUMEL = 2500 };
+        enum dtype dtype = (enum dtype)(kind / DTYPE_COUNT);
+        enum dtype state = (enum dtype)(kind % DTYPE_COUNT);
+        double *memory = calloc(4 * NUMEL, sizeof *memory);
+        double grad = kind % 2 ? 0.5 : -0.5;
+        struct adam_tensor tensor = {.numel = NUMEL, .step = 1};
+        const struct adamw_options options = {.lr = 1, .beta2 = 0.5};
+        for (int i = 0; i <= ADAM_EXP_AVG_SQ; i++) {
+            tensor.operands[i].data = memory + i * NUMEL;
+            tensor.operands[i].dtype = i < ADAM_EXP_AVG ? dtype : state;
+        }
+        kernel_fill(tensor.operands[ADAM_GRAD].data, dtype, NUMEL, grad, NULL);
+        CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, &cutting), STATUS_OK);
+        kernel_cast_divide(memory + NUMEL, DTYPE_FLOAT64, memory, dtype, dtype == DTYPE_FLOAT64 ? 0 : NUMEL, 1.0, NULL);
+        const double *params = dtype == DTYPE_FLOAT64 ? memory : memory + NUMEL;
+        for (int i = 0; i < NUMEL; i++) {
+            CHECK(fabs(params[i] + copysign(1.0, grad)) < 1e-2);
+        }
+        free(memory);
+    }
+}
+
+static void test_adamw_refuses_step_zero_and_unknown_dtypes(void) {
+    float memory[4] = {1, 1, 1, 1};
+    struct adam_tensor tensor = {.numel = 1};
+    const struct adamw_options options = {.lr = 1};
+    for (int i = 0; i <= ADAM_EXP_AVG_SQ; i++) {
+        tensor.operands[i].data = memory + i;
+    }
+    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_INVALID);
+    tensor.step = 1;
+    tensor.operands[ADAM_EXP_AVG].dtype = DTYPE_OTHER;
+    CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
+    CHECK(memory[0] == 1.0f);
 }
 
 static uint64_t checksum_of(const void *data, int64_t nbytes, const struct kernel_stream *stream) {
@@ -313,6 +353,8 @@ int main(void) {
     RUN(test_cast_divide_in_place_divides);
     RUN(test_kernels_accept_nothing_to_do);
     RUN(test_norms_without_a_known_order_are_unsupported);
+    RUN(test_adamw_steps_operands_of_any_dtype);
+    RUN(test_adamw_refuses_step_zero_and_unknown_dtypes);
     RUN(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut);
     RUN(test_checksum_of_every_flipped_bit_and_length_differs);
     return 0;

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def run(program: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([program], capture_output=True, text=True, env=environment, timeout=120)
 
 
+def compile_with(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 def linked_sources(source: Path) -> list[str]:
     """The files under csrc that the program's ``links:`` comment names."""
     links = re.match(r"/\* links: ([^*]+) \*/", source.read_text())
@@ -52,8 +57,12 @@ def linked_sources(source: Path) -> list[str]:
 def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str], tmp_path: Path) -> None:
     program = tmp_path / source.stem
     flags = [*STRICT, *sanitizers, "-g", "-O1", "-DMEM_FAULTS", f"-I{CSRC}", f"-I{NATIVE}"]
-    command = [compiler, *flags, str(source), *linked_sources(source), "-lm", "-lpthread", "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    sources = [str(source), *linked_sources(source)]
+    objects = [str(tmp_path / f"{index}.o") for index in range(len(sources))]
+    commands = [[compiler, *flags, "-c", one, "-o", target] for one, target in zip(sources, objects, strict=True)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = list(pool.map(compile_with, commands))
+    linked = compile_with([compiler, *flags, *objects, "-lm", "-lpthread", "-o", str(program)])
+    assert not any(command.returncode for command in (*built, linked)), [command.stderr for command in (*built, linked)]
     result = run(program)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -33,6 +33,12 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "norms": lambda: ([torch.randn(8), torch.randn(3, 3)], 2.0),
     "clip_": lambda: ([torch.randn(8), torch.randn(3, 3)], torch.tensor(0.5)),
     "unscale_": lambda: ([torch.randn(8), torch.randn(3, 3).half()], torch.zeros(1), torch.tensor(0.5)),
+    "adamw_": lambda: (
+        *([torch.rand(8), torch.rand(3, 3).half()] for _ in range(5)),
+        [torch.ones(()), torch.ones(())],
+        *(0.1, 0.9, 0.99, 1e-8, 0.1),
+        True,
+    ),
     "checksums": lambda: ([torch.randn(8), torch.arange(5)],),
 }
 
@@ -103,6 +109,7 @@ def test_shards_are_padded_chunks(numel: int, world_size: int) -> None:
 
 
 F = torch.ones(4)
+ADAMW = 0.1, 0.9, 0.9, 0.0, 0.0, False
 REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "too little padding": ("flatten", ([F], 1, 3, torch.float32), "padded_numel is 3, but the tensors end at 4"),
     "negative alignment": ("flatten", ([F], -1, 4, torch.float32), "aligned_numel must not be negative, not -1"),
@@ -132,6 +139,16 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "strided norm": ("norms", ([torch.ones(2, 3).t()], 2.0), "each of tensors must be contiguous"),
     "found in fp64": ("unscale_", ([F], torch.zeros(1).double(), torch.ones(1)), "found_inf must be one float32"),
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
+    "grad missing": (
+        "adamw_",
+        ([F], [], [F], [F], [], [F[0]], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        "1 params, but 0 grads",
+    ),
+    "other grad": (
+        "adamw_",
+        ([F], [torch.ones(5)], [F], [F], [], [F[0]], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        r"params\[0\] has 4 elements, grads\[0\] 5",
+    ),
     "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
     "two coefficients": ("clip_", ([F], torch.ones(2)), "coefficient must have one element, not 2"),
 }

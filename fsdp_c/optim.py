@@ -1,0 +1,206 @@
+"""Optimizers that step over shards in one pass of native code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fsdp_c import tensor_parallel
+
+__all__ = ["FlatAdamW"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class FlatAdamW(torch.optim.Optimizer):
+    """AdamW in one native call per group, for parameters on the CPU: flat, sharded, offloaded or ordinary ones.
+
+    The arguments and the state ("step", "exp_avg", "exp_avg_sq", with amsgrad "max_exp_avg_sq") are those of
+    ``torch.optim.AdamW``, and state dicts are exchanged with it and through ``FSDP.optim_state_dict``. Results are
+    bitwise those of its fused implementation on a CPU with AVX2, but for a tensor's last elements that fill no vector
+    (numel modulo 16, for 16-bit dtypes 32), which differ in their last bits; without AVX2, torch itself differs so
+    far everywhere. Ours are the same on every CPU and with any number of threads.
+
+    Args:
+        params: parameters of dtype float32, float64, bfloat16 or float16, as dicts of groups or as an iterable. What is
+            float64 is computed in float64, all else in float32 with one rounding at the end.
+        lr: learning rate, a float or a tensor of one element.
+        betas: coefficients of the running averages of the gradient and its square.
+        eps: added to the denominator.
+        weight_decay: decoupled, times ``lr``.
+        amsgrad: divide by the largest running average of the square so far.
+        maximize: step along the gradient instead of against it.
+        state_dtype: dtype of the state, by default each parameter's. ``torch.float32`` keeps exact averages for
+            parameters in 16 bits; loading a state dict keeps them exact as well.
+
+    Raises ValueError for numbers out of their domain, TypeError for parameters of other dtypes.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "state_dtype": state_dtype,
+        }
+        _check_options(defaults)
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group whose options default to the constructor's. Raises as the constructor does."""
+        _check_options({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+        for index, param in enumerate(self.param_groups[-1]["params"]):
+            if param.dtype not in _DTYPES:
+                group = len(self.param_groups) - 1
+                del self.param_groups[-1]
+                raise TypeError(
+                    f"FlatAdamW steps over float32, float64, bfloat16 and float16, but parameter {index} of group "
+                    f"{group} is {param.dtype}: give it to another optimizer"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters that have a gradient. Returns what ``closure``, called with gradients enabled, returns.
+
+        Raises RuntimeError for a sparse gradient and NotImplementedError for a parameter that is not on the CPU, before
+        any parameter is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for index, group in enumerate(self.param_groups):
+            _check_gradients(index, group["params"])
+        for group in self.param_groups:
+            self._step_group(group)
+        return loss
+
+    def _step_group(self, group: dict[str, Any]) -> None:
+        params = [param for param in group["params"] if param.grad is not None]
+        if not params:
+            return
+        states = [self._state_of(param, group) for param in params]
+        averages = [[state[name] for state in states] for name in _averages(group["amsgrad"])]
+        given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *averages)]
+        used = [[tensor.contiguous() for tensor in column] for column in given]
+        torch.ops.fsdp_c.adamw_(
+            used[0],
+            [tensor_parallel.local(param.grad).contiguous() for param in params],
+            used[1],
+            used[2],
+            used[3] if group["amsgrad"] else [],
+            [state["step"] for state in states],
+            float(group["lr"]),
+            *map(float, group["betas"]),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            group["maximize"],
+        )
+        for tensor, contiguous in zip(chain(*given), chain(*used), strict=True):
+            if tensor is not contiguous:
+                tensor.copy_(contiguous)
+        torch.autograd.graph.increment_version(params)
+
+    def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+        for name in _averages(group["amsgrad"]):
+            if name not in state:
+                state[name] = torch.zeros_like(param, dtype=group["state_dtype"] or param.dtype)
+        return state
+
+    # ---- loading
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` of this class or of torch's AdamW gave; ``state_dtype`` stays this optimizer's.
+
+        Raises ValueError where the groups do not fit.
+        """
+        dtypes = [group["state_dtype"] for group in self.param_groups]
+        loaded: list[dict[str, Any]] = []  # what other hooks have made of state_dict
+        hooks = (
+            self.register_load_state_dict_pre_hook(lambda _, found: loaded.append(found)),
+            self.register_load_state_dict_post_hook(lambda _: self._restore(dtypes, loaded[0]), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _restore(self, dtypes: list[torch.dtype | None], loaded: dict[str, Any]) -> None:
+        """Take the averages again, as they were before the base class rounded them to the parameters' dtypes."""
+        for group, dtype, saved in zip(self.param_groups, dtypes, loaded["param_groups"], strict=True):
+            group["state_dtype"] = dtype
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                state = loaded["state"].get(key, {})
+                for name in _averages(True):
+                    if name in state and dtype not in (None, param.dtype):
+                        self.state[param][name] = state[name].to(dtype=dtype, device=param.device)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take state of torch's AdamW as well: steps in another dtype, on another device, or as plain numbers."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for option, value in (("amsgrad", False), ("maximize", False), ("state_dtype", None)):
+                group.setdefault(option, value)
+        for param_state in self.state.values():
+            if isinstance(param_state, dict) and "step" in param_state:
+                param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device="cpu")
+
+
+def _averages(amsgrad: bool) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if amsgrad else 2]
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    if isinstance(options["lr"], Tensor) and options["lr"].numel() != 1:
+        raise ValueError(f"lr must be a number or a tensor of one element, not of {options['lr'].numel()}")
+    for name in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= float(options[name]) < math.inf:
+            raise ValueError(f"{name} must be at least 0 and finite, not {float(options[name])}")
+    if len(options["betas"]) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in options["betas"]):
+        raise ValueError(f"betas must be two numbers in [0, 1), not {options['betas']}")
+    if options["state_dtype"] not in (None, *_DTYPES):
+        raise ValueError(
+            f"state_dtype must be None, float32, float64, bfloat16 or float16, not {options['state_dtype']}"
+        )
+
+
+def _check_gradients(group: int, params: Iterable[Tensor]) -> None:
+    for index, param in enumerate(params):
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"FlatAdamW takes no sparse gradients, but parameter {index} of group {group} has one: use "
+                "torch.optim.SparseAdam for it"
+            )
+        if param.device.type != "cpu" or grad.device.type != "cpu":
+            raise NotImplementedError(
+                f"FlatAdamW steps on the CPU, but parameter {index} of group {group} is on {param.device} with its "
+                f"gradient on {grad.device}: use torch.optim.AdamW(..., fused=True), or offload the parameters"
+            )

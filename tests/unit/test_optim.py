@@ -1,0 +1,315 @@
+"""FlatAdamW: bitwise torch's fused AdamW but for what its vectors leave over, and its state dicts both ways."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp_c import _C
+from fsdp_c.optim import FlatAdamW
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NUMELS = [0, 1, 17, 32, 3000, 40_001]  # tails, no tail, several blocks, several threads
+VECTOR = 32  # elements that torch's widest vector takes at once
+# Measured over 20 steps: torch's own tails round another product first.
+TAIL_RTOL = {torch.float32: 1e-6, torch.float64: 2e-15, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "amsgrad": {"amsgrad": True, "maximize": True},
+    "small beta": {"betas": (0.3, 0.9), "weight_decay": 0.0, "eps": 1e-6, "lr": torch.tensor(0.02)},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+has_fused_products = "avx2" in _C.cpu_capabilities() and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+
+
+def params_of(dtype: torch.dtype, numels: list[int] = NUMELS) -> list[nn.Parameter]:
+    return [nn.Parameter(randn(numel, numel).to(dtype)) for numel in numels]
+
+
+def randn(numel: int, seed: int) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+
+
+def train(optimizer: torch.optim.Optimizer, steps: int = 20, first: int = 0) -> None:
+    """Steps with gradients over several orders of magnitude, the same for every optimizer."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in range(first, first + steps):
+        for index, param in enumerate(params):
+            numbers = randn(param.numel(), 100 * step + index)
+            param.grad = (numbers * 10 ** (2 * randn(param.numel(), step))).clamp(-1e3, 1e3).view_as(param).to(param)
+        optimizer.step()
+
+
+def tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters and state, in the order of the parameters."""
+    found = []
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        state = optimizer.state[param]
+        found += [param.detach(), *(state[name] for name in sorted(state))]
+    return found
+
+
+def assert_same(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    for one, other in zip(tensors_of(actual), tensors_of(expected), strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+
+
+@every_option
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_are_those_of_torchs_fused_adamw(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    ours, theirs = FlatAdamW(params_of(dtype), **options), torch.optim.AdamW(params_of(dtype), fused=True, **options)
+    train(ours)
+    train(theirs)
+    for actual, expected in zip(tensors_of(ours), tensors_of(theirs), strict=True):
+        whole = actual.numel() // VECTOR * VECTOR if has_fused_products else 0
+        assert (
+            actual.dtype == expected.dtype and torch.equal(actual[:whole], expected[:whole]) if actual.dim() else True
+        )
+        torch.testing.assert_close(actual, expected, rtol=TAIL_RTOL[dtype], atol=0.0)
+
+
+@every_option
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_instruction_set_and_number_of_threads_steps_alike(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for capability, count in itertools.product(_C.cpu_capabilities(), (1, 2)):
+            _C.use_cpu_capability(capability)
+            torch.set_num_threads(count)
+            results.append(FlatAdamW(params_of(dtype), **options))
+            train(results[-1], steps=3)
+    finally:
+        _C.use_cpu_capability(None)
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@pytest.mark.parametrize("capability", _C.cpu_capabilities())
+def test_a_fused_product_is_rounded_once(capability: str) -> None:
+    """A sum 2**-70 below the middle of two float32 numbers, where rounding to float64 first would round to even."""
+    grad, exp_avg, unused = torch.full((32,), 2.0), torch.full((32,), 1 + 2.0**-23), torch.zeros(32)
+    beta1 = 1 - 2.0**-24 - 2.0**-47  # the average moves by (1 + 2**-23) 2**-24 of 1 - 2**-23
+    try:
+        _C.use_cpu_capability(capability)
+        torch.ops.fsdp_c.adamw_(
+            [unused], [grad], [exp_avg], [unused.clone()], [], [torch.zeros(())], 0.0, beta1, 0.9, 1e-8, 0.0, False
+        )
+    finally:
+        _C.use_cpu_capability(None)
+    assert exp_avg.tolist() == [1 + 2.0**-23] * 32
+
+
+# ----------------------------------------------------------------- state dicts
+
+
+@every_option
+def test_state_dicts_are_exchanged_with_torchs_adamw(options: dict[str, Any]) -> None:
+    foreach = not isinstance(options.get("lr"), Tensor)
+    makers: list[Callable[[], torch.optim.Optimizer]] = [
+        lambda: FlatAdamW(params_of(torch.float32), **options),
+        lambda: torch.optim.AdamW(params_of(torch.float32), fused=True, **options),
+        lambda: torch.optim.AdamW(params_of(torch.float32), foreach=foreach, **options),
+    ]
+    for first, second in itertools.product(makers, makers[:2]):
+        saving, loading = first(), second()
+        train(saving, steps=3)
+        for param, source in zip(loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True):
+            param.data.copy_(source)
+        loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+        assert_same(loading, saving)
+        train(saving, steps=2, first=3)
+        train(loading, steps=2, first=3)
+        for one, other in zip(tensors_of(loading), tensors_of(saving), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_the_state_has_torchs_names_shapes_and_dtypes() -> None:
+    ours, theirs = (kind(params_of(torch.bfloat16), amsgrad=True) for kind in (FlatAdamW, torch.optim.AdamW))
+    for optimizer in (ours, theirs):
+        train(optimizer, steps=1)
+    described = [
+        {key: {name: (value.shape, value.dtype) for name, value in state.items()} for key, state in states.items()}
+        for states in (optimizer.state_dict()["state"] for optimizer in (ours, theirs))
+    ]
+    assert described[0] == described[1]
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda optimizer: optimizer], ids=["copied", "as made"])
+def test_float32_state_of_16_bit_parameters_survives_loading(make_copy: Any) -> None:
+    saving = FlatAdamW(params_of(torch.bfloat16), state_dtype=torch.float32)
+    train(saving, steps=3)
+    state = saving.state[saving.param_groups[0]["params"][-1]]
+    assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.float32
+    assert not torch.equal(state["exp_avg"], state["exp_avg"].bfloat16().float())
+    loading = make_copy(FlatAdamW(params_of(torch.bfloat16), state_dtype=torch.float32))
+    for param, source in zip(loading.param_groups[0]["params"], saving.param_groups[0]["params"], strict=True):
+        param.data.copy_(source)
+    loading.load_state_dict(copy.deepcopy(saving.state_dict()))
+    assert_same(loading, saving)
+    plain = FlatAdamW(params_of(torch.bfloat16))
+    plain.load_state_dict(saving.state_dict())
+    assert plain.param_groups[0]["state_dtype"] is None
+    assert plain.state[plain.param_groups[0]["params"][-1]]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_state_in_float32_keeps_updates_that_16_bits_lose() -> None:
+    """The average of the squares moves by a thousandth a step: less than bfloat16 can hold."""
+    squares = {}
+    for dtype in (None, torch.float32):
+        param = nn.Parameter(torch.ones(64, dtype=torch.bfloat16))
+        optimizer = FlatAdamW([param], lr=0.0, state_dtype=dtype)
+        for _ in range(500):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+        squares[dtype] = optimizer.state[param]["exp_avg_sq"][0].item()
+    exact = 1 - 0.999**500
+    assert squares[torch.float32] == pytest.approx(exact, rel=1e-4)
+    assert squares[None] < 0.9 * exact
+
+
+def test_hooks_on_loading_are_followed_before_the_state_is_restored() -> None:
+    optimizer = FlatAdamW(params_of(torch.bfloat16, [40]), state_dtype=torch.float32)
+    train(optimizer, steps=1)
+    saved, seen = copy.deepcopy(optimizer.state_dict()), []
+
+    def halve(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        halved = copy.deepcopy(state_dict)
+        halved["state"][0]["exp_avg"] /= 2
+        return halved
+
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda loaded: seen.append(loaded.state[param]["exp_avg"].dtype))
+    param = optimizer.param_groups[0]["params"][0]
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[param]["exp_avg"], saved["state"][0]["exp_avg"] / 2)
+    assert seen == [torch.float32]
+
+
+# ----------------------------------------------------------------- parameters of any kind
+
+
+def test_strided_parameters_and_gradients_step_as_contiguous_ones() -> None:
+    shape = (4, 6, 5, 7)
+    start, grad = randn(840, 1).view(shape), randn(840, 2).view(shape)
+    weights = [nn.Parameter(start.clone()), nn.Parameter(start.clone(memory_format=torch.channels_last))]
+    optimizers = [FlatAdamW([weight], amsgrad=True) for weight in weights]
+    for _ in range(3):
+        weights[0].grad = grad
+        weights[1].grad = grad.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert weights[1].is_contiguous(memory_format=torch.channels_last)
+    for one, other in zip(tensors_of(optimizers[1]), tensors_of(optimizers[0]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_groups_have_options_of_their_own_and_parameters_without_gradient_wait() -> None:
+    fast, slow, idle = (nn.Parameter(torch.ones(5)) for _ in range(3))
+    optimizer = FlatAdamW([{"params": [fast], "lr": 0.5}, {"params": [slow, idle]}], lr=0.25, weight_decay=0.0)
+    for param in (fast, slow):
+        param.grad = torch.ones(5)
+    optimizer.step()
+    assert (fast[0].item(), slow[0].item(), idle[0].item()) == pytest.approx((0.5, 0.75, 1.0))
+    assert idle not in optimizer.state
+
+
+def test_a_step_counts_as_a_change_of_the_parameter() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    loss = (weight * weight).sum()
+    weight.grad = torch.ones(3)
+    FlatAdamW([weight]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_closure_is_called_with_gradients_enabled_and_its_loss_returned() -> None:
+    weight = nn.Parameter(torch.ones(3))
+
+    def closure() -> float:
+        loss = (weight * 2).sum()
+        loss.backward()
+        return loss.item()
+
+    assert FlatAdamW([weight]).step(closure) == 6.0
+    assert (weight < 1).all()
+
+
+def test_the_scheduler_and_the_gradient_scaler_of_torch_drive_it() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = FlatAdamW([weight], lr=0.5, weight_decay=0.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (1.0, math.inf, 1.0):
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert weight[0].item() == pytest.approx(1 - 0.5 - 0.125)
+
+
+# ----------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr must be at least 0 and finite, not -1.0"),
+        ({"lr": math.nan}, "lr must be at least 0 and finite, not nan"),
+        ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element, not of 2"),
+        ({"eps": -1e-8}, "eps must be at least 0"),
+        ({"weight_decay": -0.1}, "weight_decay must be at least 0"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), not \(0.9, 1.0\)"),
+        ({"state_dtype": torch.int64}, "state_dtype must be None, float32, .*, not torch.int64"),
+    ],
+)
+def test_numbers_out_of_their_domain_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FlatAdamW(params_of(torch.float32), **options)
+    optimizer = FlatAdamW(params_of(torch.float32))
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_parameters_of_other_dtypes_are_refused() -> None:
+    complex_one = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = FlatAdamW(params_of(torch.float32))
+    with pytest.raises(TypeError, match="parameter 0 of group 1 is torch.complex64"):
+        optimizer.add_param_group({"params": [complex_one]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "error", "message"),
+    [
+        (lambda: _with_grad(torch.ones(3), torch.ones(3).to_sparse()), RuntimeError, "parameter 0 of group 1 has one"),
+        (
+            lambda: _with_grad(torch.ones(3, device="meta"), torch.ones(3, device="meta")),
+            NotImplementedError,
+            "on meta",
+        ),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_refused_gradient_leaves_every_parameter_as_it_was(spoilt: Any, error: type, message: str) -> None:
+    good = _with_grad(torch.ones(3), torch.ones(3))
+    optimizer = FlatAdamW([{"params": [good]}, {"params": [spoilt()]}])
+    with pytest.raises(error, match=message):
+        optimizer.step()
+    assert good.tolist() == [1.0, 1.0, 1.0] and not optimizer.state
+
+
+def _with_grad(value: Tensor, grad: Tensor) -> nn.Parameter:
+    param = nn.Parameter(value)
+    param.grad = grad
+    return param
