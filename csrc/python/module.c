@@ -11,6 +11,7 @@
 #include "torch/profile.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
+#include "torch/trace.h"
 
 static PyObject *live_unsharded_nbytes(PyObject *self, PyObject *unused) {
     (void)self;
@@ -34,7 +35,14 @@ static PyObject *replace(PyObject *self, PyObject *args) {
     return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(replaced_set(name, function)) : NULL;
 }
 
+static PyObject *record_streams(PyObject *self, PyObject *recorder) {
+    (void)self;
+    trace_set(recorder);
+    return Py_NewRef(Py_None);
+}
+
 static PyMethodDef functions[] = {
+    {"record_streams", record_streams, METH_O, NULL},
     {"replace", replace, METH_VARARGS, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},
