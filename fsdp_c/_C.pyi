@@ -250,6 +250,12 @@ def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     """Call ``function`` on the way of a step in the place of ``FlatParamHandle.unshard`` (name "unshard"), or of what
     ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is not called."""
 
+def record_streams(recorder: Callable[..., None] | None, /) -> None:
+    """Tell ``recorder`` what the runtimes initialised from now on ask of streams and memory, as csrc/torch/trace.h says.
+
+    Their streams are pretended ones, on any device: for checks of the order of a step. None ends it.
+    """
+
 def live_unsharded_nbytes() -> int:
     """Bytes of unsharded parameter storage alive in this process, over all handles."""
 

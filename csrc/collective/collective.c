@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "torch/names.h"
+#include "torch/trace.h"
 
 /* One collective of torch.distributed under one of its public names, newest name first. */
 struct public_name {
@@ -113,6 +114,8 @@ static PyObject *call_replacement(PyObject *function, PyObject *group, PyObject 
 
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(gather_names, 2);
+    trace_read(input);
+    trace_write(output);
     if (function)
         return call_replacement(function, group->gather_group, output, input);
     return PyObject_CallFunctionObjArgs(group->all_gather, output, input, NULL);
@@ -120,6 +123,8 @@ PyObject *collective_all_gather(const struct collective_group *group, PyObject *
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(scatter_names, 2);
+    trace_read(input);
+    trace_write(output);
     if (function)
         return call_replacement(function, group->scatter_group, output, input);
     return PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, NULL);
@@ -127,6 +132,7 @@ PyObject *collective_reduce_scatter(const struct collective_group *group, PyObje
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {
     PyObject *function = replacement(reduce_names, 1);
+    trace_write(tensor);
     if (function)
         return call_replacement(function, group->group, tensor, NULL);
     PyObject *tensors = PyList_New(1), *work = NULL;

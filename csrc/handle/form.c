@@ -103,9 +103,16 @@ static int form_init(struct handle *handle, struct form *form) {
     return -1;
 }
 
+/* Its storage goes with it, but not before its last use. */
+static void drop_form(struct handle *handle, struct form *form) {
+    if (handle->retirement && retirement_forget(handle->retirement, &form->full) < 0)
+        PyErr_WriteUnraisable(handle->name);
+    form_fini(form);
+}
+
 void handle_fini_forms(struct handle *handle) {
     for (int i = 0; i < PRECISIONS; i++)
-        form_fini(&handle->forms[i]);
+        drop_form(handle, &handle->forms[i]);
 }
 
 /* ---- the form in use ---- */
@@ -153,7 +160,7 @@ int handle_use_precision(struct handle *handle, enum precision precision) {
 int handle_set_reduce_dtype(struct handle *handle, PyObject *dtype) {
     if (handle_use_precision(handle, PRECISION_COMPUTE) < 0)
         return -1;
-    form_fini(&handle->forms[PRECISION_FULL]);
+    drop_form(handle, &handle->forms[PRECISION_FULL]);
     ref_set(&handle->form->reduce_dtype, Py_NewRef(dtype));
     return init_likes(handle, handle->form);
 }

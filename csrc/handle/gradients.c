@@ -6,6 +6,7 @@
 #include "handle/handle.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
+#include "torch/trace.h"
 
 static const struct kernel_stream *stream_of(const struct handle *handle) {
     return tensor_kernel_stream(&handle->local_view);
@@ -35,6 +36,7 @@ static int fill_sources(struct handle *handle) {
         }
         if (tensor_view_of(grad, view) < 0)
             return handle_refuse_gradient(handle, i);
+        trace_read(grad);
     }
     return 0;
 }
@@ -43,6 +45,7 @@ static int pack_pending(struct handle *handle, PyObject *output, double divisor)
     struct tensor_view view;
     if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
+    trace_write(output);
     return tensor_check(kernel_pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources,
                                     handle->num_params, divisor, stream_of(handle)),
                         "packing of gradients");
@@ -52,6 +55,7 @@ static int add_pending(struct handle *handle, PyObject *output) {
     struct tensor_view view;
     if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
+    trace_write(output);
     return tensor_check(kernel_pack_add(view.data, view.dtype, handle->sources, handle->num_params, stream_of(handle)),
                         "accumulation of gradients");
 }
@@ -60,6 +64,8 @@ static int add_tensor(struct handle *handle, PyObject *output, PyObject *input) 
     struct tensor_view to, from;
     if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
         return -1;
+    trace_read(input);
+    trace_write(output);
     return tensor_check(
         kernel_accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to), 1.0, stream_of(handle)),
         "accumulation of gradients");
@@ -128,6 +134,8 @@ static int divide_total(struct handle *handle, PyObject *total) {
         input = torch_empty_like(handle->form->reduce_input_like.tensor);
     if (!input || tensor_view_of(input, &to) < 0)
         goto fail;
+    trace_read(total);
+    trace_write(input);
     if (tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
                                         handle->predivide, stream_of(handle)),
                      "pre-division of gradients") < 0)

@@ -19,7 +19,7 @@
 #include "collective/collective.h"
 #include "kernels/kernels.h"
 #include "layout/layout.h"
-#include "torch/buffer.h"
+#include "torch/retirement.h"
 
 enum sharding_strategy {
     FULL_SHARD = 1,
@@ -153,8 +153,10 @@ struct handle {
     PyObject *local_shard;         /* owned; 1-D, original dtype, shares storage with the sharded flat_param */
     struct tensor_view local_view; /* borrowed from local_shard */
     struct form forms[PRECISIONS];
-    struct form *form;           /* borrowed; the one in use; written by form.c */
-    PyObject *wrapped_views;     /* owned; what wrap_views made of the form's views, with history; or NULL */
+    struct form *form;       /* borrowed; the one in use; written by form.c */
+    PyObject *wrapped_views; /* owned; what wrap_views made of the form's views, with history; or NULL */
+    struct retirement
+        *retirement;             /* borrowed from the root's schedule; NULL without streams: storage is freed at once */
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
     PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
@@ -260,6 +262,7 @@ int handle_prepare_gradient(
 int handle_pack(struct handle *handle); /* what was received, and what no_sync left, becomes the reduction's input */
 int handle_reduce_enqueue(struct handle *handle);       /* start the reduction of what was packed */
 int handle_reduce_finish(struct handle *handle);        /* wait, post-divide, accumulate into saved_shard */
+void handle_reduce_release(struct handle *handle);      /* after that: the reduction's input and output */
 int handle_accumulate_unsharded(struct handle *handle); /* no_sync: add what was received, and show it as .grad */
 int handle_hand_over(struct handle *handle);            /* saved_shard becomes .grad */
 int handle_show_flat_grad(struct handle *handle);       /* the original parameters' .grad follow flat_param.grad */

@@ -3,6 +3,7 @@
 #include "handle/handle_ops.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
+#include "torch/trace.h"
 
 static const struct kernel_stream *stream_of(const struct handle *handle) {
     return tensor_kernel_stream(&handle->local_view);
@@ -40,6 +41,8 @@ static int cast_divide(struct handle *handle, PyObject *output, PyObject *input,
     struct tensor_view to, from;
     if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
         return -1;
+    trace_read(input);
+    trace_write(output);
     return tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from), divisor,
                                            stream_of(handle)),
                         "post-division of gradients");
@@ -57,6 +60,8 @@ static int accumulate_output(struct handle *handle, PyObject *output) {
     struct tensor_view to, from;
     if (tensor_view_of(handle->gradients.saved_shard, &to) < 0 || tensor_view_of(output, &from) < 0)
         return -1;
+    trace_read(output);
+    trace_write(handle->gradients.saved_shard);
     return tensor_check(kernel_accumulate(to.data, to.dtype, from.data, from.dtype, handle->layout.shard_numel,
                                           handle->postdivide, stream_of(handle)),
                         "accumulation of a reduced gradient");
@@ -103,9 +108,14 @@ int handle_reduce_finish(struct handle *handle) {
     }
     if (!result)
         result = save_output(handle, gradients->reduce_output);
-    Py_CLEAR(gradients->reduce_input);
-    Py_CLEAR(gradients->reduce_output);
+    if (result < 0)
+        handle_reduce_release(handle);
     return result;
+}
+
+void handle_reduce_release(struct handle *handle) {
+    Py_CLEAR(handle->gradients.reduce_input);
+    Py_CLEAR(handle->gradients.reduce_output);
 }
 
 /* ---- .grad ---- */

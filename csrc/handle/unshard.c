@@ -2,6 +2,7 @@
 #include "handle/handle.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
+#include "torch/trace.h"
 
 #include <string.h>
 
@@ -120,6 +121,8 @@ static const struct kernel_stream *stream_of(const struct handle *handle) {
 }
 
 static int cast_local_shard(struct handle *handle, struct buffer *output) {
+    trace_read(handle->local_shard);
+    trace_write(output->tensor);
     return tensor_check(kernel_cast_divide(output->view.data, handle->form->kind, handle->local_view.data,
                                            handle->orig_kind, handle->layout.shard_numel, 1.0, stream_of(handle)),
                         "cast of a shard");
@@ -154,10 +157,23 @@ static int free_after_failure(struct handle *handle) {
     return -1;
 }
 
+static int alloc_full(struct handle *handle) {
+    struct buffer *full = &handle->form->full;
+    if (handle->retirement && retirement_take_back(handle->retirement, full) < 0)
+        return -1;
+    return buffer_alloc(full);
+}
+
+/* Computation on it is enqueued, and with streams may not have run. */
+static int free_full(struct handle *handle) {
+    struct buffer *full = &handle->form->full;
+    return handle->retirement ? retirement_add(handle->retirement, full) : buffer_free(full);
+}
+
 int handle_alloc_unsharded(struct handle *handle) {
     if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
-    return handle->form->is_local ? 0 : buffer_alloc(&handle->form->full);
+    return handle->form->is_local ? 0 : alloc_full(handle);
 }
 
 int handle_unshard_enqueue(struct handle *handle) {
@@ -166,7 +182,7 @@ int handle_unshard_enqueue(struct handle *handle) {
     if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
     if (!handle->form->is_local) {
-        if (buffer_alloc(&handle->form->full) < 0)
+        if (alloc_full(handle) < 0)
             return -1;
         int failed = handle->sharded ? enqueue_gather(handle) : cast_local_shard(handle, &handle->form->full);
         if (failed)
@@ -207,7 +223,7 @@ int handle_reshard(struct handle *handle, bool free_storage) {
         return -1;
     if (!free_storage)
         return 0;
-    if (!handle->form->is_local && buffer_free(&handle->form->full) < 0)
+    if (!handle->form->is_local && free_full(handle) < 0)
         return -1;
     return handle_set_param_state(handle, PARAM_SHARDED);
 }

@@ -12,6 +12,7 @@
 #include "torch/profile.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
+#include "torch/trace.h"
 
 static PyObject *live_unsharded_nbytes(PyObject *self, PyObject *unused) {
     (void)self;
@@ -60,9 +61,16 @@ static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *record_streams(PyObject *self, PyObject *recorder) {
+    (void)self;
+    trace_set(recorder);
+    return Py_NewRef(Py_None);
+}
+
 static PyMethodDef functions[] = {
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
+    {"record_streams", record_streams, METH_O, NULL},
     {"replace", replace, METH_VARARGS, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},

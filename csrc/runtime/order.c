@@ -69,6 +69,11 @@ int order_prefetch_backward(struct unit *unit) {
     return 0;
 }
 
+int begin_step_alone(struct unit *unit) {
+    struct runtime *runtime = unit->runtime;
+    return runtime->units[0]->training_state == USE_IDLE ? schedule_begin_step(&runtime->schedule) : 0;
+}
+
 int unit_unshard(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!handle || !unit->runtime)
@@ -80,7 +85,7 @@ int unit_unshard(struct unit *unit) {
                      (long long)handle->layout.rank, unit->name);
         return -1;
     }
-    if (precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)
+    if (begin_step_alone(unit) < 0 || precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)
         return -1;
     unit->prefetched = true;
     return handle_show_views(handle);

@@ -20,9 +20,17 @@ static int bind_unit(struct runtime *runtime, struct unit *unit, bool is_root) {
 
 /* The streams are those of the device where the first unit with parameters computes. */
 static int init_schedule(struct runtime *runtime) {
-    for (int64_t i = 0; i < runtime->num_units; i++)
+    struct schedule *schedule = &runtime->schedule;
+    int64_t first = 0;
+    while (first < runtime->num_units && !runtime->units[first]->handle)
+        first++;
+    if (first == runtime->num_units)
+        return 0;
+    if (schedule_init(schedule, runtime->units[first]->handle->device) < 0)
+        return -1;
+    for (int64_t i = first; i < runtime->num_units && streams_are_real(&schedule->streams); i++)
         if (runtime->units[i]->handle)
-            return schedule_init(&runtime->schedule, runtime->units[i]->handle->device);
+            runtime->units[i]->handle->retirement = &schedule->retirement;
     return 0;
 }
 
@@ -49,10 +57,14 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
 
 /* Units outlive their runtime when lazy init failed half-way: they are as before it. */
 static void unbind_units(struct runtime *runtime) {
+    if (schedule_settle(&runtime->schedule) < 0)
+        PyErr_WriteUnraisable(runtime->object);
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         stream_event_destroy(&runtime->schedule.streams, &unit->gathered);
         stream_event_destroy(&runtime->schedule.streams, &unit->reduced);
+        if (unit->handle)
+            unit->handle->retirement = NULL;
         unit->runtime = NULL;
         unit->is_root = false;
         Py_CLEAR(unit->runtime_object);
@@ -230,7 +242,7 @@ static int finalise_units(struct runtime *runtime) {
 int runtime_final_callback(struct runtime *runtime) {
     bool enabled = torch_grad_enabled();
     torch_set_grad_enabled(false);
-    int result = finalise_units(runtime);
+    int result = finalise_units(runtime) < 0 ? -1 : schedule_settle(&runtime->schedule);
     torch_set_grad_enabled(enabled);
     if (result < 0)
         return -1;
@@ -253,6 +265,8 @@ int runtime_release(struct runtime *runtime) {
 int runtime_reset(struct runtime *runtime) {
     PyErr_Clear();
     runtime->reducing = NULL;
+    if (schedule_join(&runtime->schedule) < 0)
+        return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         struct handle *handle = unit->handle;
@@ -272,5 +286,5 @@ int runtime_reset(struct runtime *runtime) {
     }
     runtime->num_post = 0;
     runtime->callback_queued = false;
-    return 0;
+    return schedule_settle(&runtime->schedule);
 }

@@ -128,7 +128,8 @@ int runtime_detach_views(struct runtime *runtime); /* the root has gone */
 
 /* order.c */
 int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */
-int unit_wait_unsharded(struct unit *unit);      /* computation may use them */
+int unit_wait_unsharded(struct unit *unit); /* computation may use them */
+int begin_step_alone(struct unit *unit); /* outside of the root's forward the script has called this unit by itself */
 int order_record_pre_forward(struct unit *unit); /* and validate, where that was asked for */
 int order_record_post_forward(struct unit *unit);
 int order_prefetch_forward(struct unit *unit);

@@ -5,12 +5,15 @@
 #include "torch/profile.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
+    schedule->retirement.streams = &schedule->streams;
     return streams_init(&schedule->streams, device);
 }
 
 void schedule_fini(struct schedule *schedule) {
+    if (schedule->retirement.streams)
+        retirement_fini(&schedule->retirement);
     stream_event_destroy(&schedule->streams, &schedule->step_begin);
-    stream_event_destroy(&schedule->streams, &schedule->freed);
+    stream_event_destroy(&schedule->streams, &schedule->joined);
     stream_event_destroy(&schedule->streams, &schedule->packed);
     for (int i = 0; i < LIMITER_DEPTH; i++)
         stream_event_destroy(&schedule->streams, &schedule->limiter[i]);
@@ -19,7 +22,7 @@ void schedule_fini(struct schedule *schedule) {
 
 int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    if (stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
+    if (stream_follow(streams) < 0 || stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
         return -1;
     return stream_wait(streams, STREAM_UNSHARD, schedule->step_begin);
 }
@@ -58,9 +61,7 @@ int schedule_unshard(struct unit *unit) {
     struct streams *streams = &schedule->streams;
     if (unit->handle->param_state != PARAM_SHARDED)
         return handle_check_views(unit->handle);
-    if (limiter_wait(unit) < 0 || stream_wait(streams, STREAM_UNSHARD, schedule->freed) < 0)
-        return -1;
-    if (stream_enter(streams, STREAM_UNSHARD) < 0)
+    if (limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
     int result = replaced[REPLACED_UNSHARD] ? replaced_unshard(unit) : handle_unshard_enqueue(unit->handle);
     if (!result)
@@ -78,15 +79,13 @@ int schedule_wait_unsharded(struct unit *unit) {
 int schedule_reshard(struct unit *unit, bool free_storage) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool held = unit->handle->param_state != PARAM_SHARDED;
+    if (schedule_wait_unsharded(unit) < 0) /* gathered ahead for nothing */
+        return -1;
     if (replaced[REPLACED_RESHARD] && replaced_reshard(unit, free_storage) < 0)
         return -1;
     if (handle_reshard(unit->handle, free_storage) < 0)
         return -1;
-    if (!held || !free_storage)
-        return 0;
-    if (stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->freed) < 0)
-        return -1;
-    return limiter_note_free(schedule);
+    return held && free_storage ? limiter_note_free(schedule) : 0;
 }
 
 /* ---- reduction ---- */
@@ -111,7 +110,24 @@ int schedule_finish_reduction(struct unit *unit) {
     int result = handle_reduce_finish(unit->handle);
     if (!result)
         result = stream_record(streams, STREAM_POST_BACKWARD, &unit->reduced);
-    if (stream_leave(streams) < 0)
+    if (stream_leave(streams) < 0 || result < 0 || stream_wait(streams, STREAM_COMPUTE, unit->reduced) < 0)
         return -1;
-    return result ? result : stream_wait(streams, STREAM_COMPUTE, unit->reduced);
+    handle_reduce_release(unit->handle);
+    return 0;
+}
+
+/* ---- ends ---- */
+
+int schedule_settle(struct schedule *schedule) {
+    return retirement_settle(&schedule->retirement);
+}
+
+int schedule_join(struct schedule *schedule) {
+    struct streams *streams = &schedule->streams;
+    for (int role = STREAM_UNSHARD; role < STREAM_ROLES; role++) {
+        if (stream_record(streams, (enum stream_role)role, &schedule->joined) < 0 ||
+            stream_wait(streams, STREAM_COMPUTE, schedule->joined) < 0)
+            return -1;
+    }
+    return 0;
 }

@@ -1,14 +1,17 @@
 /* Which stream does what, and in which order. On the CPU there are no streams, and only the handle's verbs remain.
  *
- *   UNSHARD        ..|wait freed| all-gather |gathered|............
- *   COMPUTE        ................|wait gathered| forward |freed|..|pack|packed|......|wait reduced| release the input
- *   POST_BACKWARD  ..................................................|wait packed| reduce, post-divide |reduced|
+ *   UNSHARD        ..|wait step_begin| all-gather |gathered|........
+ *   COMPUTE        ........................|wait gathered| forward |..|pack|packed|......|wait reduced| release the input
+ *   POST_BACKWARD  ....................................................|wait packed| reduce, post-divide |reduced|
  *
- * Buffers are freed and taken again by the host at once, so the order on the device is kept by events alone: a gather waits
- * for the computation that used the storage freed last; a reduction's input is released when the compute stream waits for it. */
+ * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: a
+ * gathered unit's storage is held until the unshard stream waits for its last use (retirement.h); a reduction's input is
+ * released when the compute stream waits for the reduction; what a side stream allocated is freed by anybody, as it is taken
+ * again on that stream alone, which waits for step_begin or packed first. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
+#include "torch/retirement.h"
 #include "torch/stream.h"
 
 enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
@@ -17,8 +20,9 @@ enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
 struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
-    stream_event freed;      /* owned; the last use of the storage freed last */
     stream_event packed;     /* owned */
+    stream_event joined;     /* owned */
+    struct retirement retirement;
     stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */
     int limiter_first, limiter_count;
 };
@@ -35,5 +39,7 @@ int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it 
 int schedule_reshard(struct unit *unit, bool free_storage);
 int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);
+int schedule_settle(struct schedule *schedule); /* the step is over: no storage is held back */
+int schedule_join(struct schedule *schedule);   /* after an exception: computation comes after whatever was enqueued */
 
 #endif

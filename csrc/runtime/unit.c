@@ -245,7 +245,7 @@ static int begin_forward(struct unit *unit) {
 }
 
 static int unshard_for_forward(struct unit *unit) {
-    if (order_record_pre_forward(unit) < 0)
+    if (order_record_pre_forward(unit) < 0 || begin_step_alone(unit) < 0)
         return -1;
     if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
@@ -406,6 +406,8 @@ static int post_forward(struct unit *unit, PyObject *output) {
     if (expect_backward(unit, output, &expected) < 0)
         return -1;
     if (unit->handle && reshard_after_forward(unit, expected) < 0)
+        return -1;
+    if (unit->is_root && !expected && schedule_settle(&unit->runtime->schedule) < 0)
         return -1;
     return unit_set_training_state(unit, USE_IDLE);
 }

@@ -4,6 +4,7 @@
 
 #include "torch/names.h"
 #include "torch/tensor.h"
+#include "torch/trace.h"
 
 static int64_t live_nbytes, peak_nbytes;
 static PyObject *zero; /* owned for ever: the size of a freed storage */
@@ -75,12 +76,14 @@ int buffer_alloc(struct buffer *buffer) {
         return -1;
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
+    trace_tensor("alloc", buffer->tensor);
     return 0;
 }
 
 int buffer_free(struct buffer *buffer) {
     if (!buffer->allocated)
         return 0;
+    trace_tensor("free", buffer->tensor);
     if (resize(buffer, zero) < 0)
         return -1;
     buffer->view.data = NULL;

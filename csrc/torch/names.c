@@ -1,6 +1,7 @@
 #include "torch/names.h"
 
 #include "torch/torch_abi.h"
+#include "torch/trace.h"
 
 struct torch_names torch_names;
 
@@ -63,7 +64,10 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
 }
 
 PyObject *torch_empty_like(PyObject *tensor) {
-    return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
+    PyObject *result = PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
+    if (result)
+        trace_tensor("new", result);
+    return result;
 }
 
 int torch_set_data(PyObject *tensor, PyObject *data) {

@@ -3,6 +3,10 @@
 #include <dlfcn.h>
 #include <string.h>
 
+#include "torch/ref.h"
+#include "torch/torch_abi.h"
+#include "torch/trace.h"
+
 /* ---- the driver's event functions, found where CUDA is ---- */
 
 enum { CUDA_EVENT_DISABLE_TIMING = 2 };
@@ -76,12 +80,10 @@ static void cuda_destroy(struct streams *streams, stream_event event) {
     driver.destroy(event);
 }
 
-static const struct stream_backend cuda_backend = {cuda_set,  cuda_leave,       cuda_record,
-                                                   cuda_wait, cuda_synchronize, cuda_destroy};
-
+/* `stream` is stolen. */
 static int adopt_stream(struct streams *streams, enum stream_role role, PyObject *stream) {
     PyObject *raw = stream ? PyObject_GetAttrString(stream, "cuda_stream") : NULL;
-    streams->objects[role] = stream;
+    ref_set(&streams->objects[role], stream);
     if (!raw)
         return -1;
     streams->raw[role] = PyLong_AsVoidPtr(raw);
@@ -89,24 +91,105 @@ static int adopt_stream(struct streams *streams, enum stream_role role, PyObject
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* A script may run its steps under another stream than the first one. */
+static int cuda_follow(struct streams *streams) {
+    void *current = NULL;
+    if (torch_abi.aoti_torch_get_current_cuda_stream &&
+        !torch_abi.aoti_torch_get_current_cuda_stream(streams->device_index, &current) &&
+        current == streams->raw[STREAM_COMPUTE])
+        return 0;
+    return adopt_stream(streams, STREAM_COMPUTE,
+                        PyObject_CallFunctionObjArgs(streams->current_stream, streams->device, NULL));
+}
+
+static const struct stream_backend cuda_backend = {cuda_follow, cuda_set,         cuda_leave,  cuda_record,
+                                                   cuda_wait,   cuda_synchronize, cuda_destroy};
+
+static int read_index(PyObject *device, int32_t *index) {
+    PyObject *value = PyObject_GetAttrString(device, "index");
+    *index = value && value != Py_None ? (int32_t)PyLong_AsLong(value) : 0;
+    Py_XDECREF(value);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int cuda_init(struct streams *streams, PyObject *device) {
     PyObject *cuda = driver_init() < 0 ? NULL : PyImport_ImportModule("torch.cuda");
-    int result = cuda ? 0 : -1;
+    int result = cuda ? read_index(device, &streams->device_index) : -1;
+    streams->backend = &cuda_backend;
+    streams->device = Py_NewRef(device);
     if (!result)
-        result = adopt_stream(streams, STREAM_COMPUTE, PyObject_CallMethod(cuda, "current_stream", "O", device));
-    for (int role = STREAM_UNSHARD; !result && role < STREAM_ROLES; role++)
-        result = adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(cuda, "Stream", "O", device));
+        result = (streams->current_stream = PyObject_GetAttrString(cuda, "current_stream")) ? 0 : -1;
     if (!result)
         result = (streams->set_stream = PyObject_GetAttrString(cuda, "set_stream")) ? 0 : -1;
-    streams->backend = &cuda_backend;
+    if (!result)
+        result = cuda_follow(streams);
+    for (int role = STREAM_UNSHARD; !result && role < STREAM_ROLES; role++)
+        result = adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(cuda, "Stream", "O", device));
     Py_XDECREF(cuda);
     return result;
 }
+
+/* ---- the recording backend: an event is a number ---- */
+
+static void *event_of_number(uintptr_t number) {
+    return (void *)number; /* never followed */
+}
+
+static int recording_follow(struct streams *streams) {
+    (void)streams;
+    return 0;
+}
+
+static int recording_enter(struct streams *streams, enum stream_role role) {
+    (void)streams;
+    trace_stream("enter", (int)role, 0);
+    return 0;
+}
+
+static int recording_leave(struct streams *streams) {
+    (void)streams;
+    trace_stream("leave", -1, 0);
+    return 0;
+}
+
+static int recording_record(struct streams *streams, enum stream_role role, stream_event *event) {
+    static uintptr_t last;
+    (void)streams;
+    if (!*event)
+        *event = event_of_number(++last);
+    trace_stream("record", (int)role, (size_t)*event);
+    return 0;
+}
+
+static int recording_wait(struct streams *streams, enum stream_role role, stream_event event) {
+    (void)streams;
+    trace_stream("wait", (int)role, (size_t)event);
+    return 0;
+}
+
+static int recording_synchronize(struct streams *streams, stream_event event) {
+    (void)streams;
+    trace_stream("synchronize", -1, (size_t)event);
+    return 0;
+}
+
+static void recording_destroy(struct streams *streams, stream_event event) {
+    (void)streams;
+    trace_stream("destroy", -1, (size_t)event);
+}
+
+static const struct stream_backend recording_backend = {recording_follow, recording_enter, recording_leave,
+                                                        recording_record, recording_wait,  recording_synchronize,
+                                                        recording_destroy};
 
 /* ---- life ---- */
 
 int streams_init(struct streams *streams, PyObject *device) {
     memset(streams, 0, sizeof *streams);
+    if (trace_recorder) {
+        streams->backend = &recording_backend;
+        return 0;
+    }
     PyObject *type = PyObject_GetAttrString(device, "type");
     if (!type)
         return -1;
@@ -122,10 +205,16 @@ void streams_fini(struct streams *streams) {
     for (int role = 0; role < STREAM_ROLES; role++)
         Py_CLEAR(streams->objects[role]);
     Py_CLEAR(streams->set_stream);
+    Py_CLEAR(streams->current_stream);
+    Py_CLEAR(streams->device);
     memset(streams, 0, sizeof *streams);
 }
 
 /* ---- verbs ---- */
+
+int stream_follow(struct streams *streams) {
+    return streams->backend ? streams->backend->follow(streams) : 0;
+}
 
 int stream_enter(struct streams *streams, enum stream_role role) {
     return streams->backend ? streams->backend->enter(streams, role) : 0;

@@ -1,13 +1,15 @@
 /* Streams and events behind one interface: real on CUDA, nothing on the CPU.
  *
  * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a point of a stream,
- * and another stream waits for it. The backend is a table of functions, so that a test can record what is asked of it. */
+ * and another stream waits for it. The backend is a table of functions: while a recorder is set (trace.h), new streams are
+ * ones that tell it what is asked of them, on any device. */
 #ifndef FSDP_TORCH_STREAM_H
 #define FSDP_TORCH_STREAM_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
+#include <stdint.h>
 
 enum stream_role {
     STREAM_COMPUTE, /* the current stream of the training script */
@@ -22,6 +24,7 @@ typedef void *stream_event; /* NULL: nothing to wait for */
 struct streams;
 
 struct stream_backend {
+    int (*follow)(struct streams *streams); /* the compute stream is the one that is current now. 0 or -1 */
     int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
     int (*leave)(struct streams *streams);                        /* back to the compute stream */
     int (*record)(struct streams *streams, enum stream_role role,
@@ -36,6 +39,9 @@ struct streams {
     PyObject *objects[STREAM_ROLES]; /* owned; torch streams, NULL on the CPU */
     void *raw[STREAM_ROLES];         /* borrowed from objects */
     PyObject *set_stream;            /* owned; torch.cuda.set_stream */
+    PyObject *current_stream;        /* owned; torch.cuda.current_stream */
+    PyObject *device;                /* owned; torch.device, NULL on the CPU */
+    int32_t device_index;
 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */
@@ -47,6 +53,7 @@ static inline bool streams_are_real(const struct streams *streams) {
 }
 
 /* Each is a no-op without a backend, and with a NULL event. */
+int stream_follow(struct streams *streams);
 int stream_enter(struct streams *streams, enum stream_role role);
 int stream_leave(struct streams *streams);
 int stream_record(struct streams *streams, enum stream_role role, stream_event *event);

@@ -1,0 +1,30 @@
+/* One buffer whose last use is enqueued and may not have run yet: its memory is held back until that is settled.
+ *
+ *   COMPUTE   | forward(i-1) |last use| forward(i) |last use|
+ *   UNSHARD          gather(i)        |wait for i-1| gather(i+1), into the memory of i-1
+ *
+ * Invariant: memory goes back to the allocator only once the unshard stream, which takes it again, waits for its last use. One
+ * buffer is held: with none, gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. */
+#ifndef FSDP_TORCH_RETIREMENT_H
+#define FSDP_TORCH_RETIREMENT_H
+
+#include "torch/buffer.h"
+#include "torch/stream.h"
+
+struct retirement {
+    struct streams *streams; /* borrowed */
+    struct buffer *held;     /* borrowed, or NULL; forgotten before it ends */
+    stream_event last_use;   /* owned; of what is held, on the compute stream */
+};
+
+/* Free what was held before, and hold `buffer` from now on. 0 or -1. */
+int retirement_add(struct retirement *retirement, struct buffer *buffer);
+/* Free what is held. 0 or -1. */
+int retirement_settle(struct retirement *retirement);
+/* `buffer` is wanted again: its memory is handed over as it is, if it is the one held. 0 or -1. */
+int retirement_take_back(struct retirement *retirement, const struct buffer *buffer);
+/* `buffer` ends: its memory goes, if it is the one held. 0 or -1. */
+int retirement_forget(struct retirement *retirement, const struct buffer *buffer);
+void retirement_fini(struct retirement *retirement); /* after retirement_settle */
+
+#endif

@@ -1,0 +1,148 @@
+"""Records a step for order.py: streams and memory as the runtime tells, computation as torch dispatches it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fsdp_c import _C
+from tests.streams.order import COMPUTE, Entry
+
+_TOLD_BY_THE_RUNTIME = ("c10d", "_c10d_functional", "fsdp_c")
+
+
+class Recorder:
+    """Collects a trace. Blocks are numbered: the memory of a storage between an allocation and its end is one block."""
+
+    def __init__(self) -> None:
+        self.trace: list[Entry] = []
+        self.role = COMPUTE
+        self._blocks: dict[int, int] = {}  # id of the storage -> its block now
+        self._watched: dict[int, Any] = {}  # keeps the weak references alive
+        self._count = 0
+
+    def __call__(self, what: str, *args: Any) -> None:
+        """What the runtime in C tells; see csrc/torch/trace.h."""
+        getattr(self, "_" + what)(*args)
+
+    # ---- streams
+
+    def _enter(self, role: int) -> None:
+        self.role = role
+
+    def _leave(self) -> None:
+        self.role = COMPUTE
+
+    def _record(self, role: int, event: int) -> None:
+        self.trace.append(("record", role, event))
+
+    def _wait(self, role: int, event: int) -> None:
+        self.trace.append(("wait", role, event))
+
+    def _synchronize(self, event: int) -> None:
+        self.trace.append(("synchronize", event))
+
+    def _destroy(self, event: int) -> None:
+        pass
+
+    # ---- memory
+
+    def _alloc(self, tensor: Tensor) -> None:
+        self.trace.append(("alloc", self.role, self._begin(tensor), "a unit's parameters"))
+
+    def _free(self, tensor: Tensor) -> None:
+        self._end(self._key(tensor))
+
+    def _new(self, tensor: Tensor, name: str = "a gradient buffer") -> None:
+        if self._key(tensor) not in self._blocks:
+            self.trace.append(("alloc", self.role, self._begin(tensor), name))
+
+    def _read(self, tensor: Tensor, what: str = "the runtime") -> None:
+        self._access("read", tensor, what)
+
+    def _write(self, tensor: Tensor, what: str = "the runtime") -> None:
+        self._access("write", tensor, what)
+
+    def _access(self, kind: str, tensor: Tensor, what: str) -> None:
+        if tensor.untyped_storage().nbytes():
+            block = self._blocks.get(self._key(tensor))
+            if block is None:  # older than the recording
+                block = self._begin(tensor)
+            self.trace.append((kind, self.role, block, what))
+
+    def _begin(self, tensor: Tensor) -> int:
+        """A new block. Its end is that of the storage, where nobody tells an earlier one."""
+        key = self._key(tensor)
+        self._count += 1
+        self._blocks[key] = self._count
+        self._watched[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._end(key))
+        return self._count
+
+    def _end(self, key: int) -> None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self.trace.append(("free", block))
+
+    @staticmethod
+    def _key(tensor: Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+
+class Computation(TorchDispatchMode):
+    """Tells a recorder what each operation of torch reads and writes, on the stream entered last."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        schema = func._schema
+        quiet = func.namespace in _TOLD_BY_THE_RUNTIME or _is_view(schema) or schema.name.startswith("aten::empty")
+        if not quiet:
+            self._tell_arguments(schema, args, kwargs)
+        result = func(*args, **kwargs)
+        if not quiet:
+            for returned, value in zip(
+                schema.returns, result if isinstance(result, tuple) else (result,), strict=False
+            ):
+                if returned.alias_info is None:
+                    for tensor in _tensors(value):
+                        self.recorder._new(tensor, schema.name)
+                        self.recorder._write(tensor, schema.name)
+        return result
+
+    def _tell_arguments(self, schema: Any, args: Any, kwargs: Any) -> None:
+        values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        for argument in schema.arguments:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in _tensors(values.get(argument.name)):
+                self.recorder._access("write" if written else "read", tensor, schema.name)
+
+
+def _is_view(schema: Any) -> bool:
+    return any(returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """Record what is initialised and run in the body; the end of models of an earlier recording is no part of it."""
+    gc.collect()
+    recorder = Recorder()
+    _C.record_streams(recorder)
+    try:
+        with Computation(recorder):
+            yield recorder
+    finally:
+        _C.record_streams(None)

@@ -1,0 +1,308 @@
+"""Events order all accesses to memory in a step: recorded on CPU ranks that pretend to have streams."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms._comm_hooks import default_hooks
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+from tests.streams.order import COMPUTE, POST_BACKWARD, UNSHARD, Entry, lags, unordered, waits, without
+from tests.streams.recorder import Recorder, recording
+
+STEPS = 3
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+REDUCE_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Trainer:
+    """A model, its optimizer, and steps on them, as a scenario arranges them."""
+
+    def __init__(self, rank: int, net: dict[str, Any] | None = None, **arguments: Any) -> None:
+        torch.manual_seed(3)
+        self.rank = rank
+        strategy = ShardingStrategy[arguments.pop("strategy", "FULL_SHARD")]
+        self.model = FSDP(
+            Net(**(net or {})),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=strategy,
+            device_id=torch.device("cpu"),
+            **({"use_orig_params": True} | arguments),
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+
+    def forward(self) -> Tensor:
+        return self.model(torch.randn(3, WIDTH)).float().square().mean()
+
+    def step(self) -> None:
+        self.forward().backward()
+        self.model.clip_grad_norm_(1.0)
+        self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+# ---- scenarios: what happens in the steps
+
+
+def plain(trainer: Trainer) -> None:
+    for _ in range(STEPS):
+        trainer.step()
+
+
+def accumulate(trainer: Trainer) -> None:
+    """With and without no_sync, gradients kept over several backwards."""
+    for _ in range(2):
+        with trainer.model.no_sync():
+            trainer.forward().backward()
+            trainer.forward().backward()
+        trainer.forward().backward()
+        trainer.forward().backward()
+        trainer.update()
+
+
+def two_forwards(trainer: Trainer) -> None:
+    for _ in range(2):
+        (trainer.forward() + trainer.forward()).backward()
+        trainer.update()
+
+
+def evaluate(trainer: Trainer) -> None:
+    """Forwards without a backward, by both ways to say so, and in the middle of training."""
+    for _ in range(2):
+        trainer.step()
+        with torch.no_grad():
+            trainer.forward()
+            trainer.forward()
+        trainer.model.eval()
+        trainer.forward()
+        trainer.model.train()
+
+
+def look_at_parameters(trainer: Trainer) -> None:
+    """Whole parameters and state dicts, between steps and between a forward and its backward."""
+    for _ in range(2):
+        trainer.step()
+        with FSDP.summon_full_params(trainer.model, writeback=True):
+            for param in trainer.model.parameters():
+                param.data.mul_(0.9)
+        loss = trainer.forward()
+        trainer.model.state_dict()
+        loss.backward()
+        trainer.update()
+
+
+def call_a_unit_alone(trainer: Trainer) -> None:
+    """A part of the model by itself, right after the optimizer has written; and gathered ahead by hand."""
+    trainer.step()
+    block = trainer.model.module.blocks[1]
+    for _ in range(2):
+        block(torch.randn(2, WIDTH)).sum().backward()
+        trainer.update()
+        work = block._unshard(async_op=True)
+        work.wait()
+        trainer.step()
+
+
+class Refused(Exception):
+    """What a scenario raises in the middle of a step."""
+
+
+@contextlib.contextmanager
+def raising_in(hooked: Any, register: str) -> Iterator[None]:
+    def refuse(*_: Any) -> None:
+        raise Refused
+
+    handle = getattr(hooked, register)(refuse)
+    with pytest.raises(Refused):
+        yield
+    handle.remove()
+
+
+def raise_in_forward(trainer: Trainer) -> None:
+    for block in (0, 2):
+        trainer.step()
+        with raising_in(trainer.model.module.blocks[block], "register_forward_hook"):
+            trainer.forward()
+    trainer.step()
+
+
+def raise_in_backward(trainer: Trainer) -> None:
+    for block in (2, 0):
+        trainer.step()
+        with raising_in(trainer.model.module.blocks[block], "register_full_backward_hook"):
+            trainer.forward().backward()
+        gc.collect()
+    trainer.step()
+
+
+def reduce_by_hook(trainer: Trainer) -> None:
+    def reduce(state: Any, full: Tensor, shard: Tensor) -> None:
+        dist.reduce_scatter_tensor(shard, full)
+
+    trainer.model.register_comm_hook(None, reduce)
+    plain(trainer)
+
+
+def reduce_in_bf16(trainer: Trainer) -> None:
+    for unit in FSDP.fsdp_modules(trainer.model):
+        state = default_hooks.LowPrecisionState(unit.process_group)
+        unit._handle.set_comm_hook(default_hooks.bf16_compress_hook, state, torch.bfloat16)
+    plain(trainer)
+
+
+def step_in_backward(trainer: Trainer) -> None:
+    _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
+    for _ in range(STEPS):
+        trainer.forward().backward()
+
+
+# ---- every one of them is ordered
+
+Body = Callable[[Trainer], None]
+SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
+    "FULL_SHARD": (plain, {}),
+    "SHARD_GRAD_OP": (plain, {"strategy": "SHARD_GRAD_OP"}),
+    "NO_SHARD": (plain, {"strategy": "NO_SHARD"}),
+    "NO_SHARD bf16": (plain, {"strategy": "NO_SHARD", "mixed_precision": BF16}),
+    "flat": (plain, {"use_orig_params": False}),
+    "bf16": (plain, {"mixed_precision": BF16}),
+    "reduce fp32": (accumulate, {"mixed_precision": REDUCE_FP32}),
+    "prefetch after": (plain, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
+    "no prefetch": (plain, {"backward_prefetch": None}),
+    "forward prefetch": (plain, {"forward_prefetch": True}),
+    "no limit": (plain, {"limit_all_gathers": False}),
+    "no limit, forward prefetch, bf16": (
+        plain,
+        {"limit_all_gathers": False, "forward_prefetch": True, "mixed_precision": BF16},
+    ),
+    "accumulate": (accumulate, {}),
+    "accumulate, SHARD_GRAD_OP": (accumulate, {"strategy": "SHARD_GRAD_OP", "use_orig_params": False}),
+    "accumulate, NO_SHARD": (accumulate, {"strategy": "NO_SHARD"}),
+    "two forwards": (two_forwards, {"limit_all_gathers": False}),
+    "checkpointed": (plain, {"net": {"around": "nonreentrant"}, "limit_all_gathers": False}),
+    "checkpointed inside": (plain, {"net": {"checkpoint_mode": "reentrant"}}),
+    "evaluate": (evaluate, {"limit_all_gathers": False}),
+    "evaluate in full precision": (evaluate, {"mixed_precision": BF16, "limit_all_gathers": False}),
+    "look at parameters": (look_at_parameters, {"limit_all_gathers": False}),
+    "look at parameters, bf16": (look_at_parameters, {"mixed_precision": BF16, "strategy": "SHARD_GRAD_OP"}),
+    "a unit alone": (call_a_unit_alone, {"limit_all_gathers": False}),
+    "raise in forward": (raise_in_forward, {"limit_all_gathers": False}),
+    "raise in backward": (raise_in_backward, {"limit_all_gathers": False}),
+    "raise in backward, NO_SHARD": (raise_in_backward, {"strategy": "NO_SHARD"}),
+    "hook": (reduce_by_hook, {}),
+    "bf16 hook": (reduce_in_bf16, {}),
+    "step in backward": (step_in_backward, {"limit_all_gathers": False}),
+}
+
+
+def record(rank: int, name: str, **more: Any) -> Recorder:
+    body, arguments = SCENARIOS[name]
+    environment = pytest.MonkeyPatch()
+    with environment.context() as patched, recording() as recorder:
+        if "full precision" in name:
+            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        body(Trainer(rank, **(arguments | more)))
+    return recorder
+
+
+def assert_ordered(trace: list[Entry]) -> None:
+    found = unordered(trace)
+    assert not found, "\n".join([f"{len(found)} in {len(trace)} entries", *found[:5]])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@on_ranks(2)
+def test_every_access_of_a_step_is_ordered(rank: int, world_size: int, name: str) -> None:
+    recorder = record(rank, name)
+    assert len(recorder.trace) > 200
+    assert_ordered(recorder.trace)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@on_ranks(4)
+def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, strategy: str) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    assert_ordered(record(rank, "accumulate", strategy=strategy, device_mesh=mesh).trace)
+
+
+# ---- what the checker is worth
+
+
+def is_needed(trace: list[Entry], place: int) -> bool:
+    """Whether work follows on the stream of a wait before the next wait there."""
+    stream = trace[place][1]
+    following = (entry for entry in trace[place + 1 :] if entry[0] in ("read", "write", "alloc", "wait"))
+    return next((entry[0] != "wait" for entry in following if entry[1] == stream), False)
+
+
+@pytest.mark.parametrize("name", ["no limit", "no limit, forward prefetch, bf16"])
+@on_ranks(2)
+def test_each_wait_that_is_dropped_is_reported(rank: int, world_size: int, name: str) -> None:
+    trace = record(rank, name).trace
+    needed = [place for place in waits(trace) if is_needed(trace, place)]
+    assert {trace[place][1] for place in needed} == {COMPUTE, UNSHARD, POST_BACKWARD}
+    unnoticed = [place for place in needed if not unordered(without(trace, place))]
+    assert not unnoticed, [(place, trace[place]) for place in unnoticed]
+    assert len(needed) > 10 * STEPS
+
+
+@on_ranks(2)
+def test_a_record_that_comes_too_early_is_reported(rank: int, world_size: int) -> None:
+    trace = record(rank, "no limit").trace
+    gathers = [place for place, entry in enumerate(trace) if entry[0] == "write" and entry[1] == UNSHARD]
+    for place in gathers[-4:]:
+        after = next(later for later in range(place, len(trace)) if trace[later][:2] == ("record", UNSHARD))
+        early = [*trace[:place], trace[after], *trace[place:after], *trace[after + 1 :]]
+        assert unordered(early)
+
+
+@on_ranks(2)
+def test_gathers_run_beside_the_computation_before_them(rank: int, world_size: int) -> None:
+    """Waits are no more than is needed: a unit's gather does not wait for the forward of the one before it."""
+    behind = [lag for stream, what, lag in lags(record(rank, "no limit").trace) if stream == UNSHARD]
+    assert sum(lag > 5 for lag in behind) >= STEPS * 3
+
+
+# ---- the checker by itself
+
+GATHER = [("alloc", UNSHARD, 1, "parameters"), ("write", UNSHARD, 1, "gather"), ("record", UNSHARD, 7)]
+USE = [("wait", COMPUTE, 7), ("read", COMPUTE, 1, "forward"), ("record", COMPUTE, 8), ("free", 1)]
+AGAIN = [("wait", UNSHARD, 8), ("alloc", UNSHARD, 2, "parameters")]
+
+
+def test_an_ordered_trace_is_accepted() -> None:
+    assert unordered(GATHER + USE + AGAIN) == []
+
+
+@pytest.mark.parametrize(
+    ("trace", "told"),
+    [
+        (GATHER + USE[1:], "read by forward on compute, and nothing orders it after gather on unshard"),
+        (GATHER + USE + AGAIN[1:], "taken again by parameters on unshard, and nothing orders it after forward"),
+        (GATHER + [("free", 1), *AGAIN[1:], ("read", COMPUTE, 1, "late")] + [("write", UNSHARD, 1, "x")], "late"),
+        ([("wait", COMPUTE, 9)], "never recorded"),
+        ([*GATHER, ("wait", COMPUTE, 7), ("write", UNSHARD, 1, "more"), *USE[1:]], "after more on unshard"),
+        ([("write", COMPUTE, 3, "pack"), ("read", POST_BACKWARD, 3, "reduce"), ("free", 3)], "given back"),
+    ],
+)
+def test_an_unordered_pair_is_named(trace: list[Entry], told: str) -> None:
+    assert any(told in line for line in unordered(trace))
+
+
+def test_a_host_that_synchronises_orders_what_it_enqueues_next() -> None:
+    assert unordered([*GATHER, ("synchronize", 7), *USE[1:]]) == []
