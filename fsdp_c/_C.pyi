@@ -251,7 +251,7 @@ def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is not called."""
 
 def record_streams(recorder: Callable[..., None] | None, /) -> None:
-    """Tell ``recorder`` what the runtimes initialised from now on ask of streams and memory, as csrc/torch/trace.h says.
+    """Tell ``recorder`` what runtimes initialised from now on ask of streams and memory, as csrc/torch/trace.h says.
 
     Their streams are pretended ones, on any device: for checks of the order of a step. None ends it.
     """

@@ -100,6 +100,8 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
     full, parallel = is_full(unit), unit._fsdp_extension is not None
     for param in common.managed_params(unit._handle):
         key = prefix + param.fqn
+        if state_dict.get(key) is _own_param(unit, param.index):
+            continue
         if key not in state_dict:
             if not full:
                 logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
@@ -114,6 +116,12 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
                 value = whole_of_rows(value, form, unit)
         values[param.index] = (form, value, target)
     return [values[index] for index in sorted(values)]
+
+
+def _own_param(unit: Any, index: int) -> Any:
+    """What the optimizer has: as an entry, where DCP passes it for want of another, it says "as it is"."""
+    flat_param = unit._handle.flat_param
+    return flat_param if flat_param._params is None else flat_param._params[index]
 
 
 def _load_sharded(found: dict[Any, list[tuple[ParamForm, Tensor, Tensor]]]) -> None:
@@ -157,8 +165,10 @@ def gathered_for_load(unit: Any, state_dict: dict[str, Any], prefix: str) -> Ite
         shown = [(param, getattr(param.module, param.name)) for param in common.managed_params(unit._handle)]
         stack.callback(_copy_assigned, shown)
         for param, tensor in shown:
-            if prefix + param.fqn in state_dict:
-                state_dict[prefix + param.fqn] = like(state_dict[prefix + param.fqn], tensor)
+            key = prefix + param.fqn
+            if key in state_dict:
+                own = state_dict[key] is _own_param(unit, param.index)
+                state_dict[key] = tensor if own else like(state_dict[key], tensor)
         yield
 
 
@@ -209,9 +219,12 @@ def load_local_value(unit: Any, state_dict: dict[str, Any], prefix: str) -> Mark
 def check_entries(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been copied."""
     errors = []
+    own = {
+        id(param) for unit in units_of(fsdp_module) if unit._handle for param in unit._handle.flat_param._params or ()
+    }
     for key, shape in _expected_shapes(fsdp_module, prefix):
         value = state_dict.get(key)
-        if key not in state_dict:
+        if key not in state_dict or id(value) in own:
             continue
         if not torch.overrides.is_tensor_like(value):
             errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")

@@ -1,0 +1,169 @@
+"""get_state_dict and set_state_dict of torch.distributed.checkpoint, with every option, next to torch's FSDP1 (H-010).
+
+They take our class for torch's after ``fsdp_c.install()``; here it is put in the place where they look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.distributed.test_optim_state_dict import assert_same_value, snapshot
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation
+from tests.ranks import on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "full": {"full_state_dict": True},
+    "offloaded": {"cpu_offload": True},
+    "without frozen": {"ignore_frozen_params": True},
+    "flattened": {"flatten_optimizer_state_dict": True},
+    "full and flattened": {"full_state_dict": True, "flatten_optimizer_state_dict": True},
+    "not strict": {"strict": False},
+}
+all_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@contextlib.contextmanager
+def seen_as_fsdp(which: str) -> Iterator[None]:
+    with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", implementation(which)):
+        yield
+
+
+def built(
+    which: str, use_orig_params: bool, seed: int = 0, mesh: bool = False, frozen: bool = False
+) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    module = Net(2, tied_head=False)
+    if frozen:  # a whole unit, as flat parameters ask for
+        module.blocks[0].requires_grad_(False)
+    extra = {"device_mesh": init_device_mesh("cpu", (2,))} if mesh else {}
+    policy = ModuleWrapPolicy({Block})
+    cls = implementation(which)
+    model = cls(
+        module, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=torch.device("cpu"), **extra
+    )
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 2) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def assert_same_state(where: Any, expected: Any, actual: Any) -> None:
+    if isinstance(expected, dict):
+        assert sorted(expected) == sorted(actual), where
+        for key, value in expected.items():
+            assert_same_state((*where, key), value, actual[key])
+    else:
+        assert_same_value(where, expected, actual)
+
+
+def frozen_where(options: dict[str, Any]) -> bool:
+    return options.get("ignore_frozen_params", False)
+
+
+@all_options
+@both_views
+@pytest.mark.parametrize("mesh", [False, True], ids=["sharded tensors", "dtensors"])
+@on_ranks(2)
+def test_what_is_got_equals_torchs_and_what_is_set_comes_back(rank, world_size, mesh, use_orig_params, options):
+    got = []
+    for which in ("torch", "fsdp_c"):
+        model, optimizer = built(which, use_orig_params, mesh=mesh, frozen=frozen_where(options))
+        train(model, optimizer, rank)
+        with seen_as_fsdp(which):
+            got.append(get_state_dict(model, optimizer, options=StateDictOptions(**options)))
+    assert_same_state(("model",), got[0][0], got[1][0])
+    assert_same_state(("optim",), got[0][1], got[1][1])
+    other, its_optimizer = built("fsdp_c", use_orig_params, seed=1, mesh=mesh, frozen=frozen_where(options))
+    with seen_as_fsdp("fsdp_c"):
+        wanted = StateDictOptions(**{**options, "strict": options.get("strict", not frozen_where(options))})
+        set_state_dict(
+            other, its_optimizer, model_state_dict=copy.copy(got[0][0]), optim_state_dict=got[0][1], options=wanted
+        )
+        again = get_state_dict(other, its_optimizer, options=StateDictOptions(**options))
+    assert_same_state(("model",), got[0][0], again[0])
+    assert_same_state(("optim",), got[0][1], again[1])
+
+
+@both_views
+@on_ranks(2)
+def test_rank_0_alone_loads_and_the_others_receive(rank, world_size, use_orig_params):
+    """broadcast_from_rank0. With cpu_offload rank 0 alone has full state; on a CPU device torch dies of that."""
+    model, optimizer = built("fsdp_c", use_orig_params)
+    train(model, optimizer, rank)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    with seen_as_fsdp("fsdp_c"):
+        states = get_state_dict(model, optimizer, options=options)
+        assert bool(states[0]) == (rank == 0)
+        other, its_optimizer = built("fsdp_c", use_orig_params, seed=1)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other, states[0] if rank == 0 else {}, options=options)
+        set_optimizer_state_dict(other, its_optimizer, states[1] if rank == 0 else {}, options=options)
+        whole = StateDictOptions(full_state_dict=True)
+        expected, actual = (
+            get_state_dict(*each, options=whole) for each in ((model, optimizer), (other, its_optimizer))
+        )
+    assert_same_state((), expected[0], actual[0])
+    assert_same_state((), expected[1]["state"], actual[1]["state"])
+
+
+@on_ranks(2)
+def test_state_of_a_submodule_keeps_its_prefix_on_request(rank, world_size):
+    got = []
+    for which in ("torch", "fsdp_c"):
+        model, _ = built(which, True)
+        inner = model.module.blocks[1]
+        with seen_as_fsdp(which):
+            for keep in (False, True):
+                options = StateDictOptions(keep_submodule_prefixes=keep, full_state_dict=True)
+                got.append(get_model_state_dict(model, submodules={inner}, options=options))
+    assert_same_state((), got[0], got[2])
+    assert_same_state((), got[1], got[3])
+    assert all(name.startswith("blocks.1.") for name in got[3])
+    assert got[2] and not any(name.startswith("blocks") for name in got[2])
+
+
+@both_views
+@on_ranks(2)
+def test_strict_names_what_is_unexpected(rank, world_size, use_orig_params):
+    """What is missing stays as it is: DCP passes the model's own parameters for it."""
+    model, _ = built("fsdp_c", use_orig_params)
+    with seen_as_fsdp("fsdp_c"):
+        options = StateDictOptions(full_state_dict=True)
+        state = get_model_state_dict(model, options=options)
+        before = snapshot(state)
+        state["inp.other"] = state.pop("inp.weight")
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*inp\.other"):
+            set_model_state_dict(model, dict(state), options=options)
+        loose = StateDictOptions(full_state_dict=True, strict=False)
+        found = set_model_state_dict(model, dict(state), options=loose)
+        assert found.unexpected_keys == ["inp.other"]
+        after = get_model_state_dict(model, options=options)
+    assert all(isinstance(value, Tensor) and torch.equal(value, after[name]) for name, value in before.items())
