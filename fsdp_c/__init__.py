@@ -29,7 +29,7 @@ from fsdp_c.interop import is_installed as is_installed
 from fsdp_c.interop import uninstall as uninstall
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 from fsdp_c.summary import plan as plan
-from fsdp_c.summary import summary as summary
+from fsdp_c.summary import summary as summary  # from here on fsdp_c.summary is the function
 
 __all__ = [
     "BackwardPrefetch",

@@ -148,11 +148,12 @@ def _policy(module: nn.Module, names: Sequence[str] | None, min_numel: int | Non
         return functools.partial(size_based_auto_wrap_policy, min_num_params=min_numel)
     if not names:
         return None
-    classes = {type(submodule).__name__: type(submodule) for submodule in module.modules()}
+    classes = {type(submodule) for submodule in module.modules()}
+    known = {kind.__name__ for kind in classes}
     for name in names:
-        if name not in classes:
-            raise ValueError(f"--wrap {name}: no module of that class, there are {', '.join(sorted(classes))}")
-    return ModuleWrapPolicy({classes[name] for name in names})
+        if name not in known:
+            raise ValueError(f"--wrap {name}: no module of that class, there are {', '.join(sorted(known))}")
+    return ModuleWrapPolicy({kind for kind in classes if kind.__name__ in names})
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan}

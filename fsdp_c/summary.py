@@ -28,7 +28,7 @@ from fsdp_c.wrap import Policy, chosen_modules
 
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
 
-SMALL_NUMEL = 2**25  # measured: gathers of fewer elements leave bandwidth unused
+SMALL_NUMEL = 2**25  # about where an all-gather comes to its full bandwidth
 TEXT_WIDTH = 120
 MAX_NAMES = 4  # in the one line that print(model) has for a unit
 
@@ -491,7 +491,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _ranks(unit: UnitSummary) -> str:
-    replicas = f" x {unit.replicas}" if unit.replicas > 1 else ""
+    replicas = f", {unit.replicas} replicas" if unit.replicas > 1 else ""
     return f"{unit.sharding_strategy.name} over {_count(unit.shards, 'rank')}{replicas}"
 
 
