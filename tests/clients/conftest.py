@@ -11,7 +11,7 @@ import pytest
 
 from tests import ranks
 
-LIBRARIES = ["accelerate", "transformers", "lightning"]
+LIBRARIES = ["accelerate", "transformers", "lightning", "peft"]
 
 ranks.PRELOAD.extend(name for name in LIBRARIES if name not in ranks.PRELOAD)
 

@@ -86,7 +86,7 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def assert_same_parameters(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     """Same names, and values within TOLERANCE."""
-    assert sorted(found) == sorted(expected)
+    assert sorted(found) == sorted(expected), f"{sorted(set(found) ^ set(expected))} are on one side only"
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, **TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
 

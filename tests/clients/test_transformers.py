@@ -45,38 +45,49 @@ def texts(count: int, seed: int) -> list[dict[str, Tensor]]:
     return [{"input_ids": text, "labels": label} for text, label in zip(tokens, labels, strict=True)]
 
 
-def trainer(rank, world_size, folder, *, seed=0, use_orig_params=True, state_dict_type="FULL_STATE_DICT", **arguments):
-    from transformers import Trainer, TrainingArguments
+def training_arguments(rank, world_size, folder, kind="TrainingArguments", fsdp_config=None, **options):
+    """What a script gives the Trainer. Options of FSDP that are not named have the Trainer's defaults."""
+    import transformers
 
     launched(rank, world_size)
     gpus_that_are_cpus()
-    arguments = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        fsdp=True,
-        fsdp_config={
-            "version": 1,
-            "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "transformer_layer_cls_to_wrap": ["GPT2Block"],
-            "use_orig_params": use_orig_params,
-            "state_dict_type": state_dict_type,
-        },
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH,
-        train_sampling_strategy="sequential",
-        max_steps=STEPS,
-        save_steps=STEPS // 2,
-        logging_steps=1,
-        learning_rate=1e-2,
-        adam_epsilon=ADAM_EPSILON,
-        lr_scheduler_type="constant",
-        max_grad_norm=0.5,
-        report_to=[],
-        disable_tqdm=True,
-        **arguments,
-    )
+    config = {"version": 1, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | (fsdp_config or {})
+    defaults = {
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "train_sampling_strategy": "sequential",
+        "max_steps": STEPS,
+        "save_steps": STEPS // 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "adam_epsilon": ADAM_EPSILON,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.5,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    make = getattr(transformers, kind)
+    return make(str(folder), use_cpu=True, fsdp=True, fsdp_config=config, **(defaults | options))
+
+
+def trainer(
+    rank,
+    world_size,
+    folder,
+    *,
+    model=None,
+    seed=0,
+    use_orig_params=True,
+    state_dict_type="FULL_STATE_DICT",
+    fsdp_config=None,
+    **options,
+):
+    from transformers import Trainer
+
+    config = {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type} | (fsdp_config or {})
+    arguments = training_arguments(rank, world_size, folder, fsdp_config=config, **options)
     return Trainer(
-        language_model(seed),
+        language_model(seed) if model is None else model(),
         arguments,
         train_dataset=texts(STEPS * BATCH * world_size, seed=1),
         eval_dataset=texts(3 * BATCH * world_size, seed=2),
@@ -87,14 +98,14 @@ def logged_losses(run) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def trained_reference(world_size: int, make_optimizer) -> tuple[nn.Module, list[float]]:
+def trained_reference(world_size: int) -> tuple[nn.Module, list[float]]:
     model, batches = language_model(), texts(STEPS * BATCH * world_size, seed=1)
 
     def loss_of(model, step):
         whole = torch.stack([text["input_ids"] for text in batches[step * BATCH * world_size :][: BATCH * world_size]])
         return model(input_ids=whole, labels=whole).loss
 
-    optimizer = make_optimizer(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPSILON, weight_decay=0)
     return model, train_reference(model, loss_of, range(STEPS), optimizer=optimizer, max_norm=0.5)
 
 
@@ -106,9 +117,7 @@ def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, us
     run = trainer(rank, world_size, tmp_path, use_orig_params=use_orig_params)
     run.train()
     assert_ours(run.model)
-    plain, losses = trained_reference(
-        world_size, lambda params: torch.optim.AdamW(params, lr=1e-2, eps=ADAM_EPSILON, weight_decay=0)
-    )
+    plain, losses = trained_reference(world_size)
     assert logged_losses(run) == pytest.approx(losses, abs=2e-4)  # the Trainer rounds what it logs
     assert_same_parameters(full_parameters(run.model), plain.state_dict())
 
@@ -157,3 +166,72 @@ def test_resumed_run_ends_as_the_undisturbed_one(rank, world_size, use_orig_para
     end = full_parameters(whole.model)
     for name, value in full_parameters(again.model).items():
         assert torch.equal(value, end[name]), name
+
+
+@on_ranks(2, label=LIBRARY)
+def test_model_that_one_rank_holds_is_trained_on_all(rank, world_size, tmp_path):
+    """The other builds it on the meta device; weights that two layers share stay shared."""
+
+    def model():
+        with torch.device("cpu" if rank == 0 else "meta"):
+            return language_model()
+
+    run = trainer(rank, world_size, tmp_path, model=model, fsdp_config={"sync_module_states": True})
+    run.train()
+    plain, losses = trained_reference(world_size)
+    assert logged_losses(run) == pytest.approx(losses, abs=2e-4)
+    assert_same_parameters(full_parameters(run.model), plain.state_dict())
+
+
+@both_views
+@on_ranks(2, label=LIBRARY)
+def test_accumulation_under_bf16_with_recomputation_stays_close(rank, world_size, use_orig_params, tmp_path):
+    run = trainer(
+        rank,
+        world_size,
+        tmp_path,
+        use_orig_params=use_orig_params,
+        bf16=True,
+        per_device_train_batch_size=BATCH // 2,
+        gradient_accumulation_steps=2,
+        fsdp_config={"activation_checkpointing": True},
+        save_strategy="no",
+    )
+    run.train()
+    _, losses = trained_reference(world_size)
+    assert logged_losses(run) == pytest.approx(losses, rel=1e-2)  # bf16 has 8 bits
+    assert {param.dtype for param in run.model.parameters()} == {torch.float32}
+
+
+@on_ranks(2, label=LIBRARY)
+def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, tmp_path):
+    """Seq2SeqTrainer generates inside summon_full_params, and ranks wait for each other's longest text."""
+    from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
+
+    def translator():
+        torch.manual_seed(0)
+        config = T5Config(
+            vocab_size=VOCABULARY,
+            d_model=12,
+            d_kv=6,
+            d_ff=16,
+            num_layers=2,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+        return T5ForConditionalGeneration(config)
+
+    data = texts(STEPS * BATCH * world_size, seed=1)
+    options = {"predict_with_generate": True, "generation_max_length": 7, "save_strategy": "no", "max_steps": 2}
+    config = {"transformer_layer_cls_to_wrap": ["T5Block"]}
+    arguments = training_arguments(rank, world_size, tmp_path, "Seq2SeqTrainingArguments", config, **options)
+    run = Seq2SeqTrainer(translator(), arguments, train_dataset=data)
+    run.train()
+    assert_ours(run.model)
+    predictions = run.predict(data).predictions
+    plain = translator()
+    plain.load_state_dict(full_parameters(run.model))
+    tokens = torch.stack([text["input_ids"] for text in data])
+    expected = plain.eval().generate(tokens, max_length=7)
+    assert torch.equal(torch.from_numpy(predictions)[:, : expected.shape[1]], expected)

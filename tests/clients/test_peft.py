@@ -1,0 +1,194 @@
+"""PEFT: LoRA adapters on a frozen model, in a script of one's own and in the transformers Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.clients.support import (
+    assert_ours,
+    assert_same_parameters,
+    full_parameters,
+    gpus_that_are_cpus,
+    launched,
+    require,
+    train_reference,
+)
+from tests.ranks import on_ranks
+
+require("peft", "transformers", "accelerate")
+
+LIBRARY = "peft"
+BATCH = 2  # of each rank
+LENGTH = 6
+VOCABULARY = 30
+STEPS = 4
+EPSILON = 1e-4  # of Adam: gradients that are 0 but for rounding stay small
+
+
+def language_model() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=12,
+            intermediate_size=20,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+
+
+def with_adapters(seed: int = 1) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    base = language_model()
+    torch.manual_seed(seed)
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+    return get_peft_model(base, config)
+
+
+def tokens(step: int, world_size: int) -> Tensor:
+    return torch.randint(VOCABULARY, (BATCH * world_size, LENGTH), generator=torch.Generator().manual_seed(step))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, lr=1e-2, eps=EPSILON, weight_decay=0)
+
+
+def whole_loss(model: nn.Module, step: int) -> Tensor:
+    whole = tokens(step, dist.get_world_size())
+    return model(input_ids=whole, labels=whole).loss
+
+
+def trained_reference() -> tuple[nn.Module, list[float]]:
+    plain = with_adapters()
+    return plain, train_reference(plain, whole_loss, range(STEPS), optimizer=adam(plain))
+
+
+def wrapped(model: nn.Module, use_orig_params: bool) -> Any:
+    """As PEFT's documentation has it: frozen and trainable parameters share units, or do not."""
+    from peft.utils.other import fsdp_auto_wrap_policy
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    policy = ModuleWrapPolicy({LlamaDecoderLayer}) if use_orig_params else fsdp_auto_wrap_policy(model)
+    found = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    assert_ours(found)
+    return found
+
+
+def train(model: Any, rank: int, world_size: int) -> list[float]:
+    optimizer, losses = adam(model), []
+    for step in range(STEPS):
+        mine = tokens(step, world_size).chunk(world_size)[rank]
+        loss = model(input_ids=mine, labels=mine).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world_size)
+    return losses
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2, label=LIBRARY)
+def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_orig_params):
+    launched(rank, world_size)
+    model = wrapped(with_adapters(), use_orig_params)
+    plain, losses = trained_reference()
+    assert train(model, rank, world_size) == pytest.approx(losses, rel=1e-5)
+    found = full_parameters(model)
+    assert_same_parameters(found, plain.state_dict())
+    frozen = [name for name, param in plain.named_parameters() if not param.requires_grad]
+    assert frozen and all(torch.equal(found[name], plain.state_dict()[name]) for name in frozen)
+
+
+@on_ranks(2, label=LIBRARY)
+def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
+    """PEFT finds adapters behind the wrapper's prefix, which it knows at the start of a name alone: one unit."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    launched(rank, world_size)
+    model = FSDP(with_adapters(), use_orig_params=True, device_id=torch.device("cpu"))
+    train(model, rank, world_size)
+    plain, _ = trained_reference()
+    found = full_parameters(model)
+    assert_same_parameters(get_peft_model_state_dict(model, state_dict=found), get_peft_model_state_dict(plain))
+    if rank == 0:
+        model.module.save_pretrained(tmp_path, state_dict=found)
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(language_model(), tmp_path)
+    assert_same_parameters(loaded.state_dict(), found)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2, label=LIBRARY)
+def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_orig_params):
+    """disable_adapter is how reference models are evaluated; merging writes into frozen parameters."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    launched(rank, world_size)
+    model = wrapped(with_adapters(), use_orig_params)
+    train(model, rank, world_size)
+    mine = tokens(9, world_size).chunk(world_size)[rank]
+    with torch.no_grad():
+        adapted = model(input_ids=mine).logits
+        with model.module.disable_adapter():
+            torch.testing.assert_close(model(input_ids=mine).logits, language_model()(input_ids=mine).logits)
+        with FSDP.summon_full_params(model):
+            model.module.merge_adapter()
+        torch.testing.assert_close(model(input_ids=mine).logits, adapted, rtol=1e-5, atol=1e-6)
+    moved = full_parameters(model)["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
+    assert not torch.equal(moved, language_model().model.layers[0].self_attn.q_proj.weight)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2, label=LIBRARY)
+def test_trainer_trains_adapters_as_unsharded(rank, world_size, use_orig_params, tmp_path):
+    from transformers import Trainer, TrainingArguments
+
+    launched(rank, world_size)
+    gpus_that_are_cpus()
+    arguments = TrainingArguments(
+        str(tmp_path),
+        use_cpu=True,
+        fsdp=True,
+        fsdp_config={"version": 1, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "use_orig_params": use_orig_params},
+        per_device_train_batch_size=BATCH,
+        train_sampling_strategy="sequential",
+        max_steps=STEPS,
+        logging_steps=1,
+        learning_rate=1e-2,
+        adam_epsilon=EPSILON,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    data = [
+        {"input_ids": text, "labels": text.index_fill(0, torch.tensor([0]), -100)}
+        for step in range(STEPS)
+        for text in tokens(step, world_size)
+    ]
+    run = Trainer(with_adapters(), arguments, train_dataset=data)
+    run.train()
+    assert_ours(run.model)
+    plain, losses = trained_reference()
+    logged = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(losses, rel=1e-5)
+    assert_same_parameters(full_parameters(run.model), plain.state_dict())
