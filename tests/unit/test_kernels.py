@@ -222,6 +222,25 @@ def test_unscale_multiplies_and_finds_as_torch_does(dtype: torch.dtype, scale: f
             assert_same_bits(actual, reference)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_threads_that_meet_in_a_tensor_change_no_bit(dtype: torch.dtype) -> None:
+    """Clipping and unscaling of tensors that threads share unevenly, with one NaN near the end."""
+    tensors = [values(numel, dtype, seed=numel).nan_to_num(1.0, 2.0, -2.0) for numel in (3, 0, 50_001, 7, 60_003, 1)]
+    tensors[-2][60_000] = math.nan
+
+    def scaled() -> list[Tensor]:
+        copies, found = [tensor.clone() for tensor in tensors], torch.zeros(())
+        OPS.clip_(copies, torch.tensor(0.3))
+        OPS.unscale_(copies, found, torch.tensor(0.7))
+        return [*copies, found]
+
+    expected = [(tensor * torch.tensor(0.3).to(dtype)).float() * torch.tensor(0.7) for tensor in tensors]
+    for results in on_threads(scaled):
+        assert results.pop().item() == 1.0
+        for actual, reference in zip(results, expected, strict=True):
+            assert_same_bits(actual, reference.to(dtype))
+
+
 def test_unscale_leaves_an_earlier_finding() -> None:
     found = torch.ones(())
     OPS.unscale_([torch.ones(3)], found, torch.tensor(0.5))
