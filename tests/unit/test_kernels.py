@@ -192,6 +192,17 @@ def test_norms_follow_the_capability_that_torch_runs_with(capability: str) -> No
     assert result.returncode == 0, result.stderr
 
 
+def test_tensors_of_several_dtypes_go_in_one_call() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16]
+    tensors = [values(1000 + seed, dtype, seed).nan_to_num(0.0, 1.0, -1.0) for seed, dtype in enumerate(dtypes)]
+    expected = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+    assert_same_bits(OPS.norms(tensors, 2.0), expected)
+    scaled = [tensor * torch.tensor(0.3).to(tensor.dtype) for tensor in tensors]
+    OPS.clip_(tensors, torch.tensor(0.3))
+    for actual, reference in zip(tensors, scaled, strict=True):
+        assert_same_bits(actual, reference)
+
+
 def test_norm_of_an_empty_tensor_is_zero() -> None:
     assert OPS.norms([torch.empty(0), torch.ones(4)], 2.0).tolist() == [0.0, 2.0]
 
