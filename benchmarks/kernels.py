@@ -232,12 +232,15 @@ def least_times(calls: list[Callable[[], Any]], seconds: float) -> list[float]:
     return best
 
 
+def memcpy_of(moved: int) -> Callable[[], Any]:
+    """memcpy that moves so many bytes: half of them read, half of them written."""
+    source, target = (torch.zeros(moved // 2, dtype=torch.uint8) for _ in range(2))
+    return lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), moved // 2)
+
+
 def measure(case: Case, seconds: float) -> tuple[float | None, float, float]:
     """(torch, ours, memcpy)."""
-    half = case.moved // 2
-    source, target = torch.zeros(half, dtype=torch.uint8), torch.zeros(half, dtype=torch.uint8)
-    addresses = target.data_ptr(), source.data_ptr()
-    calls = [case.ours, lambda: ctypes.memmove(*addresses, half)]
+    calls = [case.ours, memcpy_of(case.moved)]
     if case.torch is not None:
         calls.append(case.torch)
     ours, memcpy, *theirs = least_times(calls, seconds)

@@ -129,7 +129,7 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
     norms_op = _native("norms", grads) if norm_type in (2.0, math.inf) else None
-    if norms_op is not None and (grads[0].dtype == torch.float64) == (dtype == torch.float64):
+    if norms_op is not None and all((grad.dtype == torch.float64) == (dtype == torch.float64) for grad in grads):
         norms = norms_op([grad.detach() for grad in grads], norm_type)
     else:
         norms = torch.stack([torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype) for grad in grads])
@@ -139,10 +139,8 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
 def _native(name: str, grads: list[Tensor]) -> Any | None:
     """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
     op = getattr(torch.ops.fsdp_c, name, None)
-    uniform = len({grad.dtype for grad in grads}) == 1 and all(
-        grad.device.type == "cpu" and grad.is_contiguous() for grad in grads
-    )
-    return op if uniform and grads[0].dtype in _NATIVE_DTYPES else None
+    taken = all(grad.is_cpu and grad.dtype in _NATIVE_DTYPES and grad.is_contiguous() for grad in grads)
+    return op if taken and grads else None
 
 
 def _scale(grads: list[Tensor], coefficient: Tensor) -> None:

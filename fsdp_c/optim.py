@@ -90,23 +90,20 @@ class FlatAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for index, group in enumerate(self.param_groups):
-            _check_gradients(index, group["params"])
-        for group in self.param_groups:
-            self._step_group(group)
+        grads = [_gradients(index, group["params"]) for index, group in enumerate(self.param_groups)]
+        for group, found in zip(self.param_groups, grads, strict=True):
+            if found:
+                self._step_group(group, *map(list, zip(*found, strict=True)))
         return loss
 
-    def _step_group(self, group: dict[str, Any]) -> None:
-        params = [param for param in group["params"] if param.grad is not None]
-        if not params:
-            return
+    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
         states = [self._state_of(param, group) for param in params]
         averages = [[state[name] for state in states] for name in _averages(group["amsgrad"])]
         given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *averages)]
         used = [[tensor.contiguous() for tensor in column] for column in given]
         torch.ops.fsdp_c.adamw_(
             used[0],
-            [tensor_parallel.local(param.grad).contiguous() for param in params],
+            [tensor_parallel.local(grad).contiguous() for grad in grads],
             used[1],
             used[2],
             used[3] if group["amsgrad"] else [],
@@ -189,18 +186,18 @@ def _check_options(options: dict[str, Any]) -> None:
         )
 
 
-def _check_gradients(group: int, params: Iterable[Tensor]) -> None:
-    for index, param in enumerate(params):
-        grad = param.grad
-        if grad is None:
-            continue
+def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The parameters that have a gradient, and it; raises for one that cannot be stepped over."""
+    found = [(param, grad) for param in params if (grad := param.grad) is not None]
+    for index, (param, grad) in enumerate(found):
         if grad.layout is not torch.strided:
             raise RuntimeError(
-                f"FlatAdamW takes no sparse gradients, but parameter {index} of group {group} has one: use "
-                "torch.optim.SparseAdam for it"
+                f"FlatAdamW takes no sparse gradients, but gradient {index} of group {group} is one: use "
+                "torch.optim.SparseAdam for its parameter"
             )
-        if param.device.type != "cpu" or grad.device.type != "cpu":
+        if not (param.is_cpu and grad.is_cpu):
             raise NotImplementedError(
-                f"FlatAdamW steps on the CPU, but parameter {index} of group {group} is on {param.device} with its "
-                f"gradient on {grad.device}: use torch.optim.AdamW(..., fused=True), or offload the parameters"
+                f"FlatAdamW steps on the CPU, but parameter {index} (of those with a gradient) of group {group} is on "
+                f"{param.device}, its gradient on {grad.device}: use torch.optim.AdamW(..., fused=True), or offload it"
             )
+    return found

@@ -62,13 +62,6 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
     }
 }
 
-static void adam_range(int64_t begin, int64_t end, void *context) {
-    const struct adam_context *adam = context;
-    for (int64_t i = begin; i < end; i += adam->most) {
-        adam_block(adam, i, end - i < adam->most ? end - i : adam->most);
-    }
-}
-
 static enum status adam_check(const struct adam_tensor *tensor) {
     for (int i = 0; i < ADAM_OPERANDS; i++) {
         const struct tensor_view *view = &tensor->operands[i];
@@ -95,17 +88,33 @@ static struct adam_context adam_context_of(const struct adam_tensor *tensor, con
     return context;
 }
 
+struct adamw {
+    const struct adam_tensor *tensors;
+    const struct adamw_options *options;
+};
+
+static int64_t adam_numel(const void *context, int64_t tensor) {
+    const struct adamw *adamw = context;
+    return adamw->tensors[tensor].numel;
+}
+
+static void adam_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
+    const struct adamw *adamw = context;
+    struct adam_context adam = adam_context_of(&adamw->tensors[tensor], adamw->options);
+    for (int64_t i = begin; i < end; i += adam.most) {
+        adam_block(&adam, i, end - i < adam.most ? end - i : adam.most);
+    }
+}
+
 enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
                          const struct kernel_stream *stream) {
+    struct adamw adamw = {tensors, options};
     for (int64_t i = 0; i < num_tensors; i++) {
         enum status status = adam_check(&tensors[i]);
         if (status != STATUS_OK) {
             return status;
         }
     }
-    for (int64_t i = 0; i < num_tensors; i++) {
-        struct adam_context context = adam_context_of(&tensors[i], options);
-        stream_for(stream, tensors[i].numel, GRAIN_NUMEL / 4, adam_range, &context);
-    }
+    group_for(stream, &(struct group){num_tensors, adam_numel, adam_part, &adamw}, GRAIN_NUMEL / 4);
     return STATUS_OK;
 }

@@ -46,4 +46,15 @@ static inline void stream_for(const struct kernel_stream *stream, int64_t numel,
     stream->parallel_for(0, numel, grain, body, context);
 }
 
+/* Many tensors as one range, so that threads share their elements and not the tensors. */
+struct group {
+    int64_t num_tensors;
+    int64_t (*numel)(const void *context, int64_t tensor);
+    void (*body)(void *context, int64_t tensor, int64_t begin, int64_t end);
+    void *context;
+};
+
+/* Call the body for elements of every tensor, with parts of one where threads meet in it. */
+void group_for(const struct kernel_stream *stream, const struct group *group, int64_t grain);
+
 #endif

@@ -3,16 +3,23 @@
 
 #include "kernels/blocks.h"
 
-struct copy_context {
+struct copy {
     char *output;
-    const char *input;
+    const struct copy_range *ranges;
     int64_t element_nbytes;
 };
 
-static void copy_part(int64_t begin, int64_t end, void *context) {
-    const struct copy_context *copy = context;
-    int64_t start = begin * copy->element_nbytes;
-    memcpy(copy->output + start, copy->input + start, (size_t)((end - begin) * copy->element_nbytes));
+static int64_t copy_numel(const void *context, int64_t range) {
+    const struct copy *copy = context;
+    return copy->ranges[range].numel;
+}
+
+static void copy_part(void *context, int64_t index, int64_t begin, int64_t end) {
+    const struct copy *copy = context;
+    const struct copy_range *range = &copy->ranges[index];
+    char *output = copy->output + (range->output_offset + begin) * copy->element_nbytes;
+    const char *input = (const char *)range->input + (range->input_offset + begin) * copy->element_nbytes;
+    memcpy(output, input, (size_t)((end - begin) * copy->element_nbytes));
 }
 
 enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
@@ -20,15 +27,13 @@ enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy
     if (!dtype_is_known(dtype)) {
         return STATUS_UNSUPPORTED;
     }
-    int64_t nbytes = dtype_nbytes(dtype);
     for (int64_t i = 0; i < num_ranges; i++) {
-        if (ranges[i].numel <= 0) {
-            continue;
+        if (ranges[i].numel < 0) {
+            return STATUS_INVALID;
         }
-        struct copy_context context = {(char *)output + ranges[i].output_offset * nbytes,
-                                       (const char *)ranges[i].input + ranges[i].input_offset * nbytes, nbytes};
-        stream_for(stream, ranges[i].numel, GRAIN_NUMEL, copy_part, &context);
     }
+    struct copy copy = {output, ranges, dtype_nbytes(dtype)};
+    group_for(stream, &(struct group){num_ranges, copy_numel, copy_part, &copy}, GRAIN_NUMEL);
     return STATUS_OK;
 }
 

@@ -39,10 +39,17 @@
 /* Whole vectors, and then what is left. The cache lines that come next, above all those to be written, are asked for in time:
  * from memory beyond the caches this beats memcpy. A prefetch past the end does nothing. */
 enum { AHEAD_NUMEL = 512 };
+
+/* Keeps the compiler from making vectors of what is too short for one, which would be most of the code. */
+static inline bool one_by_one(void) {
+    __asm__ volatile("");
+    return true;
+}
+
 #define OVER_VECTORS                                                                                                   \
     int64_t i = 0;                                                                                                     \
     ELEMENTWISE for (; i + FLOATS <= numel; i += FLOATS)
-#define OVER_REST for (; i < numel; i++)
+#define OVER_REST for (; i < numel && one_by_one(); i++)
 #define ASK_AHEAD                                                                                                      \
     PREFETCH(source + i + AHEAD_NUMEL, 0);                                                                             \
     PREFETCH(target + i + AHEAD_NUMEL, 1)

@@ -1,27 +1,31 @@
 /* kernel_scale: gradient clipping's multiplication of many contiguous tensors by one coefficient. */
 #include "kernels/blocks.h"
 
-struct scale_context {
-    char *tensor;
-    enum dtype dtype;
+struct scale {
+    const struct tensor_view *tensors;
+    const int64_t *numels;
     double coefficient;
 };
 
-static void scale_range(int64_t begin, int64_t end, void *context) {
-    const struct scale_context *scale = context;
-    scale_block(scale->tensor + begin * dtype_nbytes(scale->dtype), scale->dtype, end - begin, scale->coefficient);
+static int64_t scale_numel(const void *context, int64_t tensor) {
+    const struct scale *scale = context;
+    return scale->numels[tensor];
+}
+
+static void scale_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
+    const struct scale *scale = context;
+    const struct tensor_view *view = &scale->tensors[tensor];
+    scale_block((char *)view->data + begin * dtype_nbytes(view->dtype), view->dtype, end - begin, scale->coefficient);
 }
 
 enum status kernel_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          double coefficient, const struct kernel_stream *stream) {
+    struct scale scale = {tensors, numels, coefficient};
     for (int64_t i = 0; i < num_tensors; i++) {
         if (!dtype_is_known(tensors[i].dtype)) {
             return STATUS_UNSUPPORTED;
         }
     }
-    for (int64_t i = 0; i < num_tensors; i++) {
-        struct scale_context context = {tensors[i].data, tensors[i].dtype, coefficient};
-        stream_for(stream, numels[i], GRAIN_NUMEL, scale_range, &context);
-    }
+    group_for(stream, &(struct group){num_tensors, scale_numel, scale_part, &scale}, GRAIN_NUMEL);
     return STATUS_OK;
 }

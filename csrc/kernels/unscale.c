@@ -3,17 +3,23 @@
 
 #include "kernels/blocks.h"
 
-struct unscale_context {
-    char *tensor;
-    enum dtype dtype;
+struct unscale {
+    const struct tensor_view *tensors;
+    const int64_t *numels;
     double inverse_scale;
-    atomic_bool found; /* any thread's */
+    atomic_bool found; /* in any tensor, by any thread */
 };
 
-static void unscale_range(int64_t begin, int64_t end, void *context) {
-    struct unscale_context *unscale = context;
-    if (unscale_block(unscale->tensor + begin * dtype_nbytes(unscale->dtype), unscale->dtype, end - begin,
-                      unscale->inverse_scale)) {
+static int64_t unscale_numel(const void *context, int64_t tensor) {
+    const struct unscale *unscale = context;
+    return unscale->numels[tensor];
+}
+
+static void unscale_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
+    struct unscale *unscale = context;
+    const struct tensor_view *view = &unscale->tensors[tensor];
+    char *part = (char *)view->data + begin * dtype_nbytes(view->dtype);
+    if (unscale_block(part, view->dtype, end - begin, unscale->inverse_scale)) {
         atomic_store_explicit(&unscale->found, true, memory_order_relaxed);
     }
 }
@@ -25,12 +31,10 @@ enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *num
             return STATUS_UNSUPPORTED;
         }
     }
-    for (int64_t i = 0; i < num_tensors; i++) {
-        struct unscale_context context = {tensors[i].data, tensors[i].dtype, (double)*inverse_scale, false};
-        stream_for(stream, numels[i], GRAIN_NUMEL, unscale_range, &context);
-        if (atomic_load(&context.found)) {
-            *found_inf = 1.0f;
-        }
+    struct unscale unscale = {tensors, numels, num_tensors > 0 ? (double)*inverse_scale : 1.0, false};
+    group_for(stream, &(struct group){num_tensors, unscale_numel, unscale_part, &unscale}, GRAIN_NUMEL);
+    if (atomic_load(&unscale.found)) {
+        *found_inf = 1.0f;
     }
     return STATUS_OK;
 }

@@ -56,7 +56,7 @@ def linked_sources(source: Path) -> list[str]:
 @pytest.mark.parametrize("source", PROGRAMS, ids=lambda source: source.stem)
 def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str], tmp_path: Path) -> None:
     program = tmp_path / source.stem
-    flags = [*STRICT, *sanitizers, "-g", "-O1", "-DMEM_FAULTS", f"-I{CSRC}", f"-I{NATIVE}"]
+    flags = [*STRICT, *sanitizers, "-g1", "-O1", "-DMEM_FAULTS", f"-I{CSRC}", f"-I{NATIVE}"]
     sources = [str(source), *linked_sources(source)]
     objects = [str(tmp_path / f"{index}.o") for index in range(len(sources))]
     commands = [[compiler, *flags, "-c", one, "-o", target] for one, target in zip(sources, objects, strict=True)]

@@ -192,6 +192,17 @@ def test_norms_follow_the_capability_that_torch_runs_with(capability: str) -> No
     assert result.returncode == 0, result.stderr
 
 
+def test_tensors_of_several_dtypes_go_in_one_call() -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float32, torch.float16, torch.bfloat16]
+    tensors = [values(1000 + seed, dtype, seed).nan_to_num(0.0, 1.0, -1.0) for seed, dtype in enumerate(dtypes)]
+    expected = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
+    assert_same_bits(OPS.norms(tensors, 2.0), expected)
+    scaled = [tensor * torch.tensor(0.3).to(tensor.dtype) for tensor in tensors]
+    OPS.clip_(tensors, torch.tensor(0.3))
+    for actual, reference in zip(tensors, scaled, strict=True):
+        assert_same_bits(actual, reference)
+
+
 def test_norm_of_an_empty_tensor_is_zero() -> None:
     assert OPS.norms([torch.empty(0), torch.ones(4)], 2.0).tolist() == [0.0, 2.0]
 
@@ -220,6 +231,25 @@ def test_unscale_multiplies_and_finds_as_torch_does(dtype: torch.dtype, scale: f
         assert ours.item() == theirs.item() == (spoilt is not None)
         for actual, reference in zip(grads, expected, strict=True):
             assert_same_bits(actual, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_threads_that_meet_in_a_tensor_change_no_bit(dtype: torch.dtype) -> None:
+    """Clipping and unscaling of tensors that threads share unevenly, with one NaN near the end."""
+    tensors = [values(numel, dtype, seed=numel).nan_to_num(1.0, 2.0, -2.0) for numel in (3, 0, 50_001, 7, 60_003, 1)]
+    tensors[-2][60_000] = math.nan
+
+    def scaled() -> list[Tensor]:
+        copies, found = [tensor.clone() for tensor in tensors], torch.zeros(())
+        OPS.clip_(copies, torch.tensor(0.3))
+        OPS.unscale_(copies, found, torch.tensor(0.7))
+        return [*copies, found]
+
+    expected = [(tensor * torch.tensor(0.3).to(dtype)).float() * torch.tensor(0.7) for tensor in tensors]
+    for results in on_threads(scaled):
+        assert results.pop().item() == 1.0
+        for actual, reference in zip(results, expected, strict=True):
+            assert_same_bits(actual, reference.to(dtype))
 
 
 def test_unscale_leaves_an_earlier_finding() -> None:
