@@ -15,16 +15,21 @@ from torch import Tensor
 
 from fsdp_c.checkpoint.converting import MAX_RANKS, format_of, open_sink
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.formats import FORMATS, Info, Source, open_source
+from fsdp_c.checkpoint.formats import FORMATS, open_source
+from fsdp_c.checkpoint.rank_files import is_flat
+from fsdp_c.checkpoint.sources import Info, Source
+from fsdp_c.checkpoint.torch_files import NamedSource, RankFilesSource, TorchSource
 
 EPILOG = """\
 PATH is a folder of torch.distributed.checkpoint (of fsdp_c.checkpoint.save, torch's FSDP1 and FSDP2), a file of
-torch.save with a full state dict, a safetensors file, or a folder of them. Nothing in a checkpoint is executed.
+torch.save with a full state dict, a folder of files (.pt, .pth, .bin) in which each rank saved its sharded or local
+state dict with torch.save, a safetensors file, or a folder of them. Nothing in a checkpoint is executed.
 
   python -m fsdp_c.checkpoint inspect runs/lm/step-000200
   python -m fsdp_c.checkpoint verify runs/lm/step-000200
   python -m fsdp_c.checkpoint convert runs/lm/step-000200 model.safetensors --dtype bfloat16
   python -m fsdp_c.checkpoint convert model.safetensors sharded --ranks 8
+  python -m fsdp_c.checkpoint convert local full.pt --like model.pt
   python -m fsdp_c.checkpoint diff before after --tolerance 1e-6
 
 Exit status: 0 all is well (diff: no difference); 1 verify found damage, diff a difference; 2 trouble."""
@@ -70,6 +75,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     convert.add_argument(
         "--under", metavar="NAME", help="put NAME before all names (default: model, from safetensors to dcp)"
+    )
+    convert.add_argument(
+        "--like",
+        type=Path,
+        metavar="FILE",
+        help="divide the flat parameters of LOCAL_STATE_DICT into those of the model whose state_dict(), unwrapped, "
+        "torch.save wrote to FILE; its values do not matter, so the model may be on the meta device",
     )
     convert.add_argument("--overwrite", action="store_true", help="replace TARGET")
 
@@ -199,7 +211,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    source = open_source(args.path)
+    source = _named(open_source(args.path), args.like) if args.like else open_source(args.path)
     kind = args.to or format_of(args.target)
     if args.ranks != 1 and kind != "dcp":
         raise ValueError(f"--ranks {args.ranks}: a {kind} file is one file")
@@ -226,6 +238,16 @@ def _convert(args: argparse.Namespace) -> int:
     if dropped or left_out:
         print(f"left out: {left_out} entries not below {select!r}, {len(dropped)} that are no tensors", file=sys.stderr)
     return 0
+
+
+def _named(source: Source, path: Path) -> Source:
+    """``source`` with parameters of the model ``path`` in place of flat ones."""
+    if not isinstance(source, RankFilesSource) or not any(map(is_flat, source.entries)):
+        raise ValueError(f"--like {path}: for flat parameters (LOCAL_STATE_DICT), and there are none")
+    like = open_source(path)
+    if not isinstance(like, TorchSource):
+        raise ValueError(f"--like {path}: a file of torch.save is needed, which keeps the order of parameters")
+    return NamedSource(source, like, f"{_MODEL}." if _has(source, _MODEL) and not _has(like, _MODEL) else "")
 
 
 def _converted(info: Info, under: str | None, dtype: str | None) -> Info:

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
 
 from fsdp_c.checkpoint.folder import CheckpointError, discard, is_checkpoint, make_temporary, sync_folder
-from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES, Info
+from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
 from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
+from fsdp_c.checkpoint.sources import Info
 from fsdp_c.checkpoint.storage import finish_folder, storage_info
 from fsdp_c.checkpoint.values import boxes_of
 

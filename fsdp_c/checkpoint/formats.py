@@ -6,18 +6,18 @@ import json
 import math
 import mmap
 import os
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint.folder import METADATA, CheckpointError, is_checkpoint
-from fsdp_c.checkpoint.metadata import Checkpoint, PathInDict, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.sources import Info, Source
 from fsdp_c.checkpoint.storage import narrowed, read_object, read_tensor
+from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_parts
 from fsdp_c.checkpoint.verifying import verify_checkpoint
 
 FORMATS = ("dcp", "torch", "safetensors")
@@ -44,40 +44,14 @@ DTYPES = {
 }
 
 
-class Info(NamedTuple):
-    """What an entry is: a tensor, or an object, which has neither shape nor dtype."""
-
-    path: PathInDict  # in the nested dict that was saved
-    shape: tuple[int, ...] | None = None
-    dtype: torch.dtype | None = None
-
-    @property
-    def is_tensor(self) -> bool:
-        return self.dtype is not None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape or ()) * self.dtype.itemsize if self.dtype is not None else 0
-
-
-class Source(Protocol):
-    """A checkpoint to read."""
-
-    kind: str  # in words
-    entries: dict[str, Info]
-
-    def read(self, key: str) -> Any:
-        """The tensor, contiguous or not, or the object."""
-
-    def problems(self) -> Iterator[str]:
-        """What is wrong with it, once everything has been read."""
-
-
 def open_source(path: Path) -> Source:
     """FileNotFoundError for nothing, CheckpointError for what is no checkpoint or a damaged one."""
+    if path.is_dir() and not is_checkpoint(path):
+        if files := sorted(path.glob("*.safetensors")):
+            return SafetensorsSource(files, path)
+        if files := [file for file in path.iterdir() if SUFFIXES.get(file.suffix) == "torch"]:
+            return RankFilesSource(path, files)
     if path.is_dir() or not path.exists():
-        if not is_checkpoint(path) and path.is_dir() and any(path.glob("*.safetensors")):
-            return SafetensorsSource(sorted(path.glob("*.safetensors")), path)
         return DcpSource(read_checkpoint(path))
     with path.open("rb") as file:
         start = file.read(9)
@@ -85,7 +59,7 @@ def open_source(path: Path) -> Source:
         return SafetensorsSource([path], path)
     if path.name == METADATA:
         raise CheckpointError(f"{path}: name the folder, {path.parent}")
-    return TorchSource(path)
+    return RankFilesSource(path, [path]) if holds_parts(path) else TorchSource(path)
 
 
 # ----------------------------------------------------------------- DCP
@@ -113,65 +87,6 @@ class DcpSource:
 
     def problems(self) -> Iterator[str]:
         return verify_checkpoint(self.checkpoint)
-
-
-# ----------------------------------------------------------------- torch.save
-
-
-class TorchSource:
-    """A file of ``torch.save``: a full state dict, or nested dicts of several."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.kind = "torch.save"
-        loaded = self._load()
-        if isinstance(loaded, Tensor) or not isinstance(loaded, dict):
-            raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
-        self.values, paths = flatten_state_dict(loaded)
-        self.entries = {
-            key: Info(paths[key], tuple(value.shape), value.dtype) if isinstance(value, Tensor) else Info(paths[key])
-            for key, value in self.values.items()
-        }
-
-    def _load(self) -> Any:
-        is_archive = zipfile.is_zipfile(self.path)
-        if not is_archive:
-            self.kind += " of before 1.6, which is read into memory as a whole"
-        try:
-            # mapped, so that tensors are in memory only while they are used
-            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=is_archive or None)
-        except Exception as error:
-            raise CheckpointError(f"{self.path}: {_reason(error)}") from error
-
-    def read(self, key: str) -> Any:
-        return self.values[key]
-
-    def problems(self) -> Iterator[str]:
-        if not zipfile.is_zipfile(self.path):
-            return
-        with zipfile.ZipFile(self.path) as archive:
-            names = {name.split("/", 1)[-1]: name for name in archive.namelist()}
-            for name in names.values():
-                try:
-                    with archive.open(name) as member:
-                        while member.read(2**20):
-                            pass
-                except zipfile.BadZipFile:
-                    yield f"{self.path}: {name} is damaged: its checksum does not match"
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    if "sharded_tensor" in text or "ShardedTensor" in text:
-        return (
-            "one rank's part of a sharded state dict (LOCAL_STATE_DICT or SHARDED_STATE_DICT). Such a file does not "
-            "say where its flat parameters' pieces belong. Load it on as many ranks as saved it, into a model that is "
-            "wrapped the same way and set to that StateDictType, and save that with fsdp_c.checkpoint.save()"
-        )
-    if "weights_only" in text or "Unsupported" in text:
-        first = next((line for line in text.splitlines() if "GLOBAL" in line or "nsupported" in line), "")
-        return f"holds objects that may run code when loaded, and was not loaded ({first.strip()})"
-    return f"cannot be read ({text.splitlines()[0] if text else type(error).__name__})"
 
 
 # ----------------------------------------------------------------- safetensors

@@ -16,7 +16,7 @@ import pathlib
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,13 +50,15 @@ _MODULES = {
 }
 
 
-class _Value:
+class Value:
     """What is found in place of the objects that were pickled."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
     def __setstate__(self, state: Any) -> None:
+        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+            state = (state[0] or {}) | state[1]  # of a class with slots
         if isinstance(state, dict):
             self.__dict__.update(state)
         else:
@@ -71,7 +73,7 @@ class _Unpickler(pickle.Unpickler):
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
-        self.classes: dict[str, type[_Value]] = {}
+        self.classes: dict[str, type[Value]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
@@ -82,7 +84,7 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if name not in _MODULES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata has")
-        return self.classes.setdefault(name, type(name, (_Value,), {}))
+        return self.classes.setdefault(name, type(name, (Value,), {}))
 
     def persistent_load(self, pid: Any) -> Any:
         raise pickle.UnpicklingError("it refers to something outside")
@@ -257,6 +259,7 @@ class _Reader:
         chunks = [self._chunk(key, shape, dtype, chunk, stored) for chunk in value.chunks]
         total = sum(chunk.numel for chunk in chunks)
         _require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
+        _require(are_disjoint([(c.offsets, c.sizes) for c in chunks]), f"chunks of {key} overlap")
         return TensorEntry(shape, dtype, chunks)
 
     def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
@@ -272,7 +275,7 @@ class _Reader:
         _require(nbytes <= found.length, f"{key} has {nbytes} bytes in {found.length} bytes of a file")
         _require(found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data")
         strides = found.place and found.place.strides
-        _require(strides is None or _strides_fit(sizes, strides), f"the strides of {key} do not fit")
+        _require(strides is None or strides_fit(sizes, strides), f"the strides of {key} do not fit")
         return found
 
 
@@ -308,7 +311,7 @@ def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
     return Place(offset, nbytes, crc32, None if strides is None else _ints(strides, what))
 
 
-def _strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether they are those of a dense tensor."""
     if len(sizes) != len(strides):
         return False
@@ -318,6 +321,25 @@ def _strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= size if size != 1 else 1
     return True
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
+
+
+def are_disjoint(boxes: Sequence[Box]) -> bool:
+    """Whether no two boxes have an element in common. Boxes are looked at in the order of their first dimension."""
+    active: list[Box] = []
+    for box in sorted(box for box in boxes if math.prod(box[1])):
+        offsets, sizes = box
+        active = [other for other in active if not offsets or other[0][0] + other[1][0] > offsets[0]]
+        if any(_overlap(box, other) for other in active):
+            return False
+        active.append(box)
+    return True
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(a < b + t and b < a + s for a, s, b, t in zip(*one, *other, strict=True))
 
 
 def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict]:

@@ -268,7 +268,7 @@ def test_diff_tells_values_shapes_dtypes_and_names(tmp_path: Path, capsys: pytes
     ("args", "message"),
     [
         (["inspect", "nowhere"], "nowhere: no such checkpoint"),
-        (["inspect", "."], "not a checkpoint: it has no .metadata file"),
+        (["inspect", "."], ".pt: not a file of torch.save"),
         (["inspect", "empty"], "empty: not a checkpoint: it has no .metadata file"),
         (["inspect", "{saved}/.metadata"], "name the folder"),
         (["inspect", "{saved}", "--select", "weights"], "nothing is named weights; there is extra, model, optim"),
@@ -317,21 +317,13 @@ def test_bad_arguments_are_named(args: list[str], message: str, capsys: pytest.C
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_one_ranks_file_of_torchs_fsdp1_is_refused_with_the_way_to_do_it(kind, tmp_path, capsys) -> None:
-    script = f"""
-import torch, torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-group = dist.new_group([0])
-from torch.distributed._shard import sharded_tensor
-value = sharded_tensor.zeros(torch.distributed._shard.sharding_spec.ChunkShardingSpec(0, ["rank:0/cpu"]), 4)
-torch.save({{"_flat_param": value}}, {str(tmp_path / "rank0.pt")!r})
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100, capture_output=True)
-    run("inspect", tmp_path / "rank0.pt", status=2)
-    error = capsys.readouterr().err
-    assert "Load it on as many ranks as saved it" in error and kind in error
+def test_files_of_several_full_state_dicts_are_not_mixed(tmp_path: Path, capsys) -> None:
+    for step in (1, 2):
+        torch.save({"a": torch.full((2,), float(step))}, tmp_path / f"step{step}.pt")
+    run("inspect", tmp_path, status=2)
+    assert "2 files with state dicts that are not sharded; name one of them" in capsys.readouterr().err
+    torch.save({"b": torch.ones(3)}, tmp_path / "step2.pt")
+    assert_same(contents(tmp_path), {"a": torch.ones(2), "b": torch.ones(3)})
 
 
 def test_the_module_runs(saved: Path) -> None:

@@ -1,0 +1,268 @@
+"""State dicts that each rank saved as a file of its own with ``torch.save``: SHARDED, and LOCAL with flat parameters.
+
+[Note: One rank's file]
+Such a file holds ShardedTensors or DTensors, which torch loads only within a process group, and by a pickle that may
+call anything. Here names of torch.distributed stand for empty classes, as they do for DCP's metadata (see [Note: A
+pickle from a stranger]); what they held says which part of a tensor each file has. Tensors are made by us, within the
+memory of their file, and all other names are refused.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.metadata import Value, are_disjoint
+from fsdp_c.traversal import FLAT_PARAM
+
+_INERT = {
+    ("torch", "device"),
+    ("__builtin__", "getattr"),
+    ("builtins", "getattr"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+class Part(NamedTuple):
+    """What one file has of a tensor."""
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+
+class Parted(NamedTuple):
+    """A tensor whose parts are in several files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: list[Part]
+
+
+# ----------------------------------------------------------------- one file
+
+
+class Sharded:
+    """A ShardedTensor or DTensor as one file has it. ``state``: what the tensor's attributes were."""
+
+    def __init__(self, make: Any, kind: type, args: tuple[Any, ...], state: Any) -> None:
+        self.kind, self.state = kind.__name__, Value()
+        self.state.__setstate__(state)
+        self.dtype, self.shape = args[1], _ints(args[2])
+        if not isinstance(self.dtype, torch.dtype):
+            raise ValueError(f"a {self.kind} of dtype {self.dtype!r}")
+
+    @property
+    def shards(self) -> list[Any]:
+        """This rank's shards of a ShardedTensor, each with ``tensor`` and ``metadata``."""
+        state = self.state.state
+        found = state[0] if isinstance(state, tuple) and state else None
+        if not isinstance(found, list) or not all(isinstance(shard.tensor, Tensor) for shard in found):
+            raise ValueError(f"a {self.kind} that holds {found!r}")
+        return found
+
+
+def _ints(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
+        raise ValueError(f"sizes {values!r}")
+    return tuple(values)
+
+
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
+    """A view of what the file has; its gradient's flag and hooks are left."""
+    if not isinstance(storage, torch.storage.TypedStorage):
+        raise ValueError(f"a tensor made of {type(storage).__name__}")
+    (offset,), size, stride = _ints((offset,)), _ints(size), _ints(stride)
+    numel = math.prod(size)
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if numel and not (numel <= storage._size() and last < storage._size()):
+        raise ValueError(f"a tensor of shape {size} and strides {stride} in {storage._size()} elements")
+    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)  # type: ignore[call-overload]
+
+
+class _Unpickler(pickle.Unpickler):
+    """See [Note: One rank's file]. Classes and functions are made for one reading: nothing can be left on them."""
+
+    def __init__(self, file: Any, **_: Any) -> None:
+        super().__init__(file, encoding="utf-8")
+        self.classes: dict[tuple[str, str], Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return self.classes.setdefault((module, name), self._stand_in(module, name))
+
+    def _stand_in(self, module: str, name: str) -> Any:
+        known = {
+            ("torch", "Size"): lambda sizes=(): tuple(sizes),
+            ("torch._utils", "_rebuild_tensor_v2"): lambda *args: _tensor(*args),
+            ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
+            ("torch._tensor", "_rebuild_from_type_v2"): lambda *args: Sharded(*args),
+            ("torch._utils", "_rebuild_wrapper_subclass"): lambda *_: None,
+        }
+        if (module, name) in known:
+            return known[module, name]
+        if (module, name) in (("__builtin__", "getattr"), ("builtins", "getattr")):
+            return lambda *_: type("Nested", (Value,), {})  # a class within a class
+        if (module, name) == ("collections", "OrderedDict"):
+            return type(name, (dict,), {})
+        if module.startswith("torch.distributed.") or (module, name) in _INERT:
+            return type(name, (Value,), {})
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no state dict has")
+
+
+def load_rank_file(path: Path) -> dict[str, Any]:
+    """The state dict of one rank. CheckpointError for a file that has anything else, or is damaged."""
+    try:
+        reading = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)  # what torch asks of a pickle module
+        loaded = torch.load(path, "cpu", pickle_module=reading, weights_only=False, mmap=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
+    return loaded
+
+
+# ----------------------------------------------------------------- all files
+
+
+def put_together(key: str, values: Sequence[Sharded | None]) -> Parted:
+    """``values``: by rank. ValueError where they do not make one whole tensor."""
+    there = [value for value in values if value is not None]
+    first = there[0]
+    if any((each.kind, each.shape, each.dtype) != (first.kind, first.shape, first.dtype) for each in there):
+        raise ValueError(f"{key} has another shape or dtype in another file")
+    parts: dict[tuple[int, ...], Part] = {}
+    for part in _local_shards(there) if first.kind == "ShardedTensor" else _dtensor_parts(key, values):
+        if part.tensor.dtype != first.dtype or part.tensor.dim() != len(first.shape):
+            raise ValueError(f"a part of {key} is {part.tensor.dtype} {tuple(part.tensor.shape)}")
+        if part.tensor.numel():
+            parts.setdefault(part.offsets, part)
+    found = list(parts.values())
+    numel = sum(part.tensor.numel() for part in found)
+    if numel != math.prod(first.shape):
+        raise ValueError(
+            f"{numel} of the {math.prod(first.shape)} elements of {key} are there: name a folder with the files of "
+            "all ranks and no others"
+        )
+    boxes = [(part.offsets, tuple(part.tensor.shape)) for part in found]
+    inside = all(o + s <= whole for box in boxes for o, s, whole in zip(*box, first.shape, strict=True))
+    if not inside or not are_disjoint(boxes):
+        raise ValueError(f"the parts of {key} do not make a tensor of shape {first.shape}")
+    return Parted(first.shape, first.dtype, found)
+
+
+def _local_shards(values: Sequence[Sharded]) -> Iterator[Part]:
+    for value in values:
+        for shard in value.shards:
+            yield Part(_ints(shard.metadata.shard_offsets), shard.tensor)
+
+
+def _dtensor_parts(key: str, values: Sequence[Sharded | None]) -> Iterator[Part]:
+    """Of DTensors with one sharded dimension, of all ranks of their mesh."""
+    at = 0
+    for local, dim in _in_mesh_order(key, values):
+        offsets = [0] * local.dim()
+        if dim is not None:
+            offsets[dim], at = at, at + local.shape[dim]
+        yield Part(tuple(offsets), local)
+
+
+def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple[Tensor, int | None]]:
+    """The local tensors of the first replica, and the dimension that is divided."""
+    for rank, value in enumerate(values):
+        if value is None or not isinstance(value.state._local_tensor, Tensor):
+            raise ValueError(f"{key} is not in the file of rank {rank}")
+        spec, local = value.state._spec, value.state._local_tensor
+        axes = [axis.shape[0] if isinstance(axis.shape, tuple) else axis.shape for axis in spec.mesh._layout.axes]
+        kinds = [type(placement).__name__ for placement in spec.placements]
+        dims = [placement.dim for placement in spec.placements if type(placement).__name__ == "Shard"]
+        if math.prod(_ints(axes)) != len(values) or len(dims) > 1 or {*kinds} - {"Shard", "Replicate"}:
+            raise ValueError(
+                f"{key} is a DTensor of placements {kinds} on a mesh of {axes} in {len(values)} files; what can be put "
+                "together is one Shard, of the ranks of the mesh"
+            )
+        if spec.mesh._rank_map.tolist() != list(range(len(values))):
+            raise ValueError(f"{key} is on a mesh of other ranks than the files are of")
+        replica = _replica(rank, axes, kinds)
+        if replica == 0:
+            yield local, _ints(dims)[0] if dims else None
+
+
+def _replica(rank: int, axes: Sequence[int], kinds: Sequence[str]) -> int:
+    """Which replica a rank is of."""
+    replica = 0
+    coordinates = []
+    for size in reversed(axes):
+        coordinates.append(rank % size)
+        rank //= size
+    for size, kind, coordinate in zip(axes, kinds, reversed(coordinates), strict=True):
+        if kind == "Replicate":
+            replica = replica * size + coordinate
+    return replica
+
+
+# ----------------------------------------------------------------- flat parameters
+
+
+class Shape(NamedTuple):
+    """Of a parameter. Flat parameters have the elements of a dense one in the order in which they lie in memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Flat(NamedTuple):
+    """Where a parameter is in a flat one."""
+
+    key: str
+    start: int
+    shape: Shape
+
+
+def is_flat(key: str) -> bool:
+    return key.rpartition(".")[2] == FLAT_PARAM
+
+
+def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ranks: int) -> dict[str, Flat]:
+    """Where the parameters of ``shapes``, in the order of ``state_dict()``, are in the flat ones.
+
+    ``flats``: by key, elements of the flat parameter, and of 16 bytes of it. Raises ValueError where they do not fit.
+    """
+    below: dict[str, list[str]] = {key: [] for key in flats}
+    for name in shapes:
+        owners = [key for key in flats if name.startswith(key.removesuffix(FLAT_PARAM))]
+        if owners:
+            below[max(owners, key=len)].append(name)
+    places = {}
+    for key, names in below.items():
+        numel, unit = flats[key]
+        starts = _starts([math.prod(shapes[name].sizes) for name in names], numel, unit, ranks)
+        if starts is None:
+            wanted = sum(math.prod(shapes[name].sizes) for name in names)
+            raise ValueError(
+                f"{key} has {numel} elements, the parameters in its place {wanted}: {names[:8]}; --like takes the "
+                "state_dict() of the same model, unwrapped, in which parameters that are shared share memory"
+            )
+        places.update({name: Flat(key, start, shapes[name]) for name, start in zip(names, starts, strict=True)})
+    return places
+
+
+def _starts(numels: Sequence[int], total: int, unit: int, ranks: int) -> list[int] | None:
+    """Of parameters one behind the other: without gaps, or (use_orig_params) each at a multiple of 16 bytes, with less
+    than one element per rank at the end."""
+    for step in (1, unit):
+        starts, end = [], 0
+        for numel in numels:
+            starts.append(-(-end // step) * step)
+            end = starts[-1] + numel
+        if 0 <= total - end < (1 if step == 1 else max(ranks, 1)):
+            return starts
+    return None

@@ -1,0 +1,40 @@
+"""What can be read tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fsdp_c.checkpoint.metadata import PathInDict
+
+
+class Info(NamedTuple):
+    """What an entry is: a tensor, or an object, which has neither shape nor dtype."""
+
+    path: PathInDict  # in the nested dict that was saved
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.dtype is not None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape or ()) * self.dtype.itemsize if self.dtype is not None else 0
+
+
+class Source(Protocol):
+    """A checkpoint to read."""
+
+    kind: str  # in words
+    entries: dict[str, Info]
+
+    def read(self, key: str) -> Any:
+        """The tensor, contiguous or not, or the object."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with it, once everything has been read."""
