@@ -121,6 +121,7 @@ class Handle:
         verbose: bool,  # warn of what is taken over and made up; the Unit's module has _log_post_backward()
         predivide: float,
         postdivide: float,
+        offload: bool,  # the shard is in CPU memory, wherever ``device`` is
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
@@ -243,7 +244,7 @@ def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is not called."""
 
 def record_streams(recorder: Callable[..., None] | None, /) -> None:
-    """Tell ``recorder`` what the runtimes initialised from now on ask of streams and memory, as csrc/torch/trace.h says.
+    """Tell ``recorder`` what runtimes initialised from now on ask of streams and memory, as csrc/torch/trace.h says.
 
     Their streams are pretended ones, on any device: for checks of the order of a step. None ends it.
     """

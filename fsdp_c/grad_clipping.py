@@ -128,7 +128,9 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
     """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms_op = _native("norms", grads) if norm_type in (2.0, math.inf) else None
+    # On CUDA torch adds the squares up in an order of its own; a maximum has none.
+    exact = norm_type == math.inf or (norm_type == 2.0 and grads[0].device.type == "cpu")
+    norms_op = _native("norms", grads) if exact else None
     if norms_op is not None and (grads[0].dtype == torch.float64) == (dtype == torch.float64):
         norms = norms_op([grad.detach() for grad in grads], norm_type)
     else:
@@ -139,9 +141,12 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
 def _native(name: str, grads: list[Tensor]) -> Any | None:
     """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
     op = getattr(torch.ops.fsdp_c, name, None)
-    uniform = len({grad.dtype for grad in grads}) == 1 and all(
-        grad.device.type == "cpu" and grad.is_contiguous() for grad in grads
+    if not grads:
+        return None
+    uniform = all(
+        (grad.dtype, grad.device) == (grads[0].dtype, grads[0].device) and grad.is_contiguous() for grad in grads
     )
+    uniform = uniform and grads[0].device.type in ("cpu", "cuda")
     return op if uniform and grads[0].dtype in _NATIVE_DTYPES else None
 
 
@@ -149,7 +154,7 @@ def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
     clip_op = _native("clip_", grads)
     if clip_op is not None:
-        clip_op(grads, coefficient)
+        clip_op(grads, coefficient.to(grads[0].device))
         return
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
