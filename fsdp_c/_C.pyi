@@ -128,6 +128,7 @@ class Handle:
         verbose: bool,  # warn of what is taken over and made up; the Unit's module has _log_post_backward()
         predivide: float,
         postdivide: float,
+        offload: bool,  # the shard is in CPU memory, wherever ``device`` is
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit

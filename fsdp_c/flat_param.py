@@ -226,7 +226,10 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         strides = [param.stride() for param in found.params]
         contiguities = [_is_truly_contiguous(*each) for each in zip(found.params, strides, strict=True)]
         requires_grad = any(param.requires_grad for param in found.params)
-        flat_param = FlatParameter(_own_part(found.params, layout), requires_grad)
+        shard = _own_part(found.params, layout)
+        if offload_params and device.type != "cpu" and shard.device.type != "meta":
+            shard = shard.cpu().pin_memory()
+        flat_param = FlatParameter(shard, requires_grad)
         _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = predivide_factor(data_parallel_size)
@@ -254,6 +257,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             verbose=self._debug_level == dist.DebugLevel.INFO,
             predivide=predivide,
             postdivide=data_parallel_size / predivide,
+            offload=offload_params,
         )
         if self._use_fake_all_gather:
             self.fake_all_gather(_fake_group(process_group))

@@ -128,7 +128,9 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
     """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms_op = _native("norms", grads) if norm_type in (2.0, math.inf) else None
+    # On CUDA torch adds the squares up in an order of its own; a maximum has none.
+    exact = norm_type == math.inf or (norm_type == 2.0 and grads[0].device.type == "cpu")
+    norms_op = _native("norms", grads) if exact else None
     if norms_op is not None and all((grad.dtype == torch.float64) == (dtype == torch.float64) for grad in grads):
         norms = norms_op([grad.detach() for grad in grads], norm_type)
     else:
@@ -139,15 +141,19 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
 def _native(name: str, grads: list[Tensor]) -> Any | None:
     """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
     op = getattr(torch.ops.fsdp_c, name, None)
-    taken = all(grad.is_cpu and grad.dtype in _NATIVE_DTYPES and grad.is_contiguous() for grad in grads)
-    return op if taken and grads else None
+    if not grads:
+        return None
+    first = grads[0]
+    taken = all(g.device == first.device and g.dtype in _NATIVE_DTYPES and g.is_contiguous() for g in grads)
+    alike = first.is_cpu or (first.is_cuda and all(grad.dtype == first.dtype for grad in grads))
+    return op if taken and alike else None
 
 
 def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
     clip_op = _native("clip_", grads)
     if clip_op is not None:
-        clip_op(grads, coefficient)
+        clip_op(grads, coefficient.to(grads[0].device))
         return
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))

@@ -93,7 +93,7 @@ static int check_result(struct handle *handle, PyObject *result) {
     if (tensor_view_of(result, &view) < 0)
         return -1;
     bool fits = tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && view.dtype != DTYPE_OTHER &&
-                view.device == handle->local_view.device;
+                view.device == handle->compute_view.device;
     return fits ? 0 : refuse_result(handle, result);
 }
 

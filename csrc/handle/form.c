@@ -23,12 +23,12 @@ static int init_dtypes(struct handle *handle, struct form *form) {
     ref_set(&form->dtype, dtype_or(param, handle->orig_dtype));
     ref_set(&form->reduce_dtype, dtype_or(reduce, form->dtype));
     form->low_precision = form->dtype != handle->orig_dtype;
-    form->is_local = !handle->sharded && !form->low_precision;
+    form->is_local = !handle->sharded && !form->low_precision && !handle->offload;
     return 0;
 }
 
 /* A tensor that only says what to allocate later. New reference. */
-static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
+PyObject *handle_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
     struct buffer buffer;
     if (buffer_init(&buffer, numel, dtype, device, false) < 0)
         return NULL;
@@ -45,9 +45,10 @@ static int init_likes(struct handle *handle, struct form *form) {
     struct tensor_view view;
     ref_set(&form->gradient_like.tensor, Py_NewRef(gradient));
     ref_set(&form->reduce_input_like.tensor,
-            same ? Py_NewRef(gradient) : freed_tensor(padded, form->reduce_dtype, handle->device));
-    ref_set(&form->reduce_output_like.tensor,
-            same_shard ? Py_NewRef(handle->local_shard) : freed_tensor(shard, form->reduce_dtype, handle->device));
+            same ? Py_NewRef(gradient) : handle_freed_tensor(padded, form->reduce_dtype, handle->device));
+    ref_set(&form->reduce_output_like.tensor, same_shard
+                                                  ? Py_NewRef(handle->shard_like.tensor)
+                                                  : handle_freed_tensor(shard, form->reduce_dtype, handle->device));
     if (!form->reduce_input_like.tensor || !form->reduce_output_like.tensor)
         return -1;
     if (tensor_view_of(form->reduce_input_like.tensor, &view) < 0)

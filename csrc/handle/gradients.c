@@ -8,10 +8,6 @@
 #include "torch/tensor.h"
 #include "torch/trace.h"
 
-static const struct kernel_stream *stream_of(const struct handle *handle) {
-    return tensor_kernel_stream(&handle->local_view);
-}
-
 /* ---- receiving ---- */
 
 int handle_refuse_gradient(struct handle *handle, int64_t param) {
@@ -46,8 +42,8 @@ static int pack_pending(struct handle *handle, PyObject *output, double divisor)
     if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
     trace_write(output);
-    return tensor_check(kernel_pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources,
-                                    handle->num_params, divisor, stream_of(handle)),
+    return tensor_check(handle->kernels->pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources,
+                                              handle->num_params, divisor, handle_stream(handle)),
                         "packing of gradients");
 }
 
@@ -56,8 +52,9 @@ static int add_pending(struct handle *handle, PyObject *output) {
     if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
     trace_write(output);
-    return tensor_check(kernel_pack_add(view.data, view.dtype, handle->sources, handle->num_params, stream_of(handle)),
-                        "accumulation of gradients");
+    return tensor_check(
+        handle->kernels->pack_add(view.data, view.dtype, handle->sources, handle->num_params, handle_stream(handle)),
+        "accumulation of gradients");
 }
 
 static int add_tensor(struct handle *handle, PyObject *output, PyObject *input) {
@@ -66,9 +63,9 @@ static int add_tensor(struct handle *handle, PyObject *output, PyObject *input) 
         return -1;
     trace_read(input);
     trace_write(output);
-    return tensor_check(
-        kernel_accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to), 1.0, stream_of(handle)),
-        "accumulation of gradients");
+    return tensor_check(handle->kernels->accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to),
+                                                    1.0, handle_stream(handle)),
+                        "accumulation of gradients");
 }
 
 /* What earlier backwards left and this one adds to, borrowed or NULL. */
@@ -136,8 +133,8 @@ static int divide_total(struct handle *handle, PyObject *total) {
         goto fail;
     trace_read(total);
     trace_write(input);
-    if (tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
-                                        handle->predivide, stream_of(handle)),
+    if (tensor_check(handle->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
+                                                  handle->predivide, handle_stream(handle)),
                      "pre-division of gradients") < 0)
         goto fail;
     if (input != total)
@@ -216,6 +213,7 @@ void handle_drop_gradients(struct handle *handle) {
     Py_CLEAR(gradients->pending);
     Py_CLEAR(gradients->sum);
     Py_CLEAR(gradients->saved_shard);
+    Py_CLEAR(gradients->offloaded);
     Py_CLEAR(gradients->reduce_input);
     Py_CLEAR(gradients->reduce_output);
     Py_CLEAR(gradients->work);

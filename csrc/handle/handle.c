@@ -110,6 +110,7 @@ int handle_init(struct handle *handle, const struct handle_spec *spec) {
     handle->keep_low_precision_grads = spec->keep_low_precision_grads;
     handle->skip_writeback_check = spec->skip_writeback_check;
     handle->verbose = spec->verbose;
+    handle->may_offload = spec->offload;
     handle->predivide = spec->predivide;
     handle->postdivide = spec->postdivide;
     init_references(handle, spec);
@@ -150,6 +151,8 @@ static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->shard_sizes);
     Py_CLEAR(handle->orig_dtype);
     handle_fini_forms(handle);
+    Py_CLEAR(handle->shard_like.tensor);
+    buffer_fini(&handle->device_shard);
     PyMem_Free(handle->sources);
     PyMem_Free(handle->shard_pieces);
 }

@@ -18,6 +18,7 @@
 
 #include "collective/collective.h"
 #include "kernels/kernels.h"
+#include "kernels/table.h"
 #include "layout/layout.h"
 #include "torch/retirement.h"
 
@@ -99,6 +100,7 @@ struct gradients {
     PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
     PyObject *unsharded;   /* owned; left by no_sync in earlier backwards, compute dtype, padded unsharded size */
     PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
+    PyObject *offloaded;   /* owned; with offload: saved_shard in CPU memory, once the device has been waited for */
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
     PyObject *work;                         /* owned; the reduce-scatter in flight */
     enum grad_kind kind;
@@ -126,6 +128,7 @@ struct handle {
     bool use_orig_params;
     bool keep_low_precision_grads;
     bool skip_writeback_check;
+    bool may_offload;             /* the user asked for it; nothing is moved where computation is on the CPU too */
     bool verbose;                 /* TORCH_DISTRIBUTED_DEBUG=INFO */
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
@@ -152,6 +155,13 @@ struct handle {
     enum dtype orig_kind;
     PyObject *local_shard;         /* owned; 1-D, original dtype, shares storage with the sharded flat_param */
     struct tensor_view local_view; /* borrowed from local_shard */
+    /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the shard there first,
+     * and the reduced gradient is copied back before it is handed over: `offloaded`. */
+    bool offload;
+    struct tensor_like shard_like;      /* how the shard looks on the device that computes */
+    struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
+    const struct kernel_table *kernels; /* of that device */
+    struct buffer device_shard;         /* only with offload; allocated while it is gathered from */
     struct form forms[PRECISIONS];
     struct form *form;       /* borrowed; the one in use; written by form.c */
     PyObject *wrapped_views; /* owned; what wrap_views made of the form's views, with history; or NULL */
@@ -182,7 +192,7 @@ struct handle_spec {
     PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
     PyObject *wrap_views;       /* or None */
     int strategy;
-    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose;
+    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose, offload;
     double predivide, postdivide;
 };
 
@@ -199,7 +209,9 @@ void handle_force_idle(struct handle *handle); /* after an exception: IDLE from 
 const char *training_state_name(enum training_state state);
 
 /* form.c: the only writer of `form` and of what forms are made of */
-int handle_init_forms(struct handle *handle); /* after the dtypes and the shard; the one to compute with is in use */
+PyObject *handle_freed_tensor(int64_t numel, PyObject *dtype,
+                              PyObject *device); /* new; only says what to allocate later */
+int handle_init_forms(struct handle *handle);    /* after the dtypes and the shard; the one to compute with is in use */
 /* Unsharded parameters are of this precision from now on; what is gathered in another is freed. 0 or -1. */
 int handle_use_precision(struct handle *handle, enum precision precision);
 bool handle_has_mixed_precision(const struct handle *handle);
@@ -215,6 +227,10 @@ int handle_reshard(struct handle *handle, bool free_storage);
 int handle_alloc_unsharded(
     struct handle *handle); /* the storage alone, for a caller who gathers in steps; SHARDED stays */
 void handle_free_unshard(struct handle *handle); /* what a gather that failed has left; an exception stays set */
+const struct kernel_stream *handle_stream(const struct handle *handle); /* where its kernels run now */
+/* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded there covers a
+ * backend that has a stream of its own. 0, or -1 and *work is NULL. */
+int handle_wait_in_stream(const struct handle *handle, PyObject **work);
 bool handle_reshards_after_forward(const struct handle *handle);
 int64_t handle_unsharded_nbytes(const struct handle *handle);
 

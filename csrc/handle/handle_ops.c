@@ -92,8 +92,8 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
     const struct tensor_view *gathered = handle->form->is_local ? &handle->local_view : &handle->form->full.view;
     if (full.view.data != gathered->data)
-        kernel_cast_divide(full.view.data, handle->form->kind, gathered->data, handle->form->kind, full.numel, 1.0,
-                           tensor_kernel_stream(gathered));
+        handle->kernels->cast_divide(full.view.data, handle->form->kind, gathered->data, handle->form->kind, full.numel,
+                                     1.0, tensor_kernel_stream(gathered));
 }
 
 static void reshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
@@ -228,6 +228,9 @@ static const struct {
     {"CPU", "unshard", unshard},
     {"CPU", "reshard", reshard},
     {"CPU", "segment_views", segment_views},
+    {"CUDA", "unshard", unshard},
+    {"CUDA", "reshard", reshard},
+    {"CUDA", "segment_views", segment_views},
     {"Meta", "unshard", nothing_on_meta},
     {"Meta", "reshard", nothing_on_meta},
     {"Meta", "segment_views", segment_views},

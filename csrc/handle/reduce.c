@@ -5,10 +5,6 @@
 #include "torch/tensor.h"
 #include "torch/trace.h"
 
-static const struct kernel_stream *stream_of(const struct handle *handle) {
-    return tensor_kernel_stream(&handle->local_view);
-}
-
 /* ---- reduction ---- */
 
 /* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
@@ -34,7 +30,7 @@ int handle_reduce_enqueue(struct handle *handle) {
                                                : Py_NewRef(gradients->reduce_input);
     if (gradients->reduce_output)
         gradients->work = enqueue(handle);
-    return gradients->work ? 0 : -1;
+    return gradients->work ? handle_wait_in_stream(handle, &gradients->work) : -1;
 }
 
 static int cast_divide(struct handle *handle, PyObject *output, PyObject *input, double divisor) {
@@ -43,14 +39,14 @@ static int cast_divide(struct handle *handle, PyObject *output, PyObject *input,
         return -1;
     trace_read(input);
     trace_write(output);
-    return tensor_check(kernel_cast_divide(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from), divisor,
-                                           stream_of(handle)),
+    return tensor_check(handle->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from),
+                                                     divisor, handle_stream(handle)),
                         "post-division of gradients");
 }
 
-/* A new tensor of the values of `input`, in the dtype of the sharded parameter. */
+/* A new tensor of the values of `input`, in the dtype of the sharded parameter, where computation is. */
 static PyObject *cast_to_shard_dtype(struct handle *handle, PyObject *input) {
-    PyObject *output = torch_empty_like(handle->local_shard);
+    PyObject *output = torch_empty_like(handle->shard_like.tensor);
     if (output && cast_divide(handle, output, input, 1.0) < 0)
         Py_CLEAR(output);
     return output;
@@ -62,8 +58,9 @@ static int accumulate_output(struct handle *handle, PyObject *output) {
         return -1;
     trace_read(output);
     trace_write(handle->gradients.saved_shard);
-    return tensor_check(kernel_accumulate(to.data, to.dtype, from.data, from.dtype, handle->layout.shard_numel,
-                                          handle->postdivide, stream_of(handle)),
+    return tensor_check(handle->kernels->accumulate(to.data, to.dtype, from.data, from.dtype,
+                                                    handle->layout.shard_numel, handle->postdivide,
+                                                    handle_stream(handle)),
                         "accumulation of a reduced gradient");
 }
 
@@ -95,6 +92,22 @@ static int save_output(struct handle *handle, PyObject *output) {
     return gradients->saved_shard ? 0 : -1;
 }
 
+/* See [Note: offload]. The host waits for it before the gradient is handed over. */
+static int enqueue_download(struct handle *handle) {
+    struct gradients *gradients = &handle->gradients;
+    if (!handle->offload)
+        return 0;
+    if (!gradients->offloaded)
+        gradients->offloaded = torch_empty_pinned_like(gradients->saved_shard);
+    if (!gradients->offloaded)
+        return -1;
+    trace_read(gradients->saved_shard);
+    trace_write(gradients->offloaded);
+    PyObject *done = PyObject_CallMethod(gradients->offloaded, "copy_", "OO", gradients->saved_shard, Py_True);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 int handle_reduce_finish(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *work = gradients->work;
@@ -108,6 +121,8 @@ int handle_reduce_finish(struct handle *handle) {
     }
     if (!result)
         result = save_output(handle, gradients->reduce_output);
+    if (!result)
+        result = enqueue_download(handle);
     if (result < 0)
         handle_reduce_release(handle);
     return result;
@@ -175,6 +190,19 @@ static int show_grads(struct handle *handle, PyObject *grad) {
                                                                      : show_unsharded_grads(handle, grad);
 }
 
+/* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while the host waits. */
+static PyObject *take_saved_shard(struct handle *handle) {
+    struct gradients *gradients = &handle->gradients;
+    PyObject *shard = gradients->saved_shard, *offloaded = gradients->offloaded;
+    gradients->saved_shard = gradients->offloaded = NULL;
+    if (!handle->offload)
+        return shard;
+    if (!offloaded)
+        offloaded = PyObject_CallMethod(shard, "cpu", NULL);
+    Py_DECREF(shard);
+    return offloaded;
+}
+
 /* NO_SHARD keeps the dtype of the reduction instead. */
 static PyObject *hand_over_dtype(struct handle *handle, PyObject *grad) {
     if (!handle->sharded || !handle->keep_low_precision_grads || !handle->form->low_precision)
@@ -205,8 +233,8 @@ static int show_no_sync(struct handle *handle) {
 
 static int show_reduced(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
-    PyObject *grad = hand_over_dtype(handle, gradients->saved_shard);
-    Py_CLEAR(gradients->saved_shard);
+    PyObject *shard = take_saved_shard(handle), *grad = shard ? hand_over_dtype(handle, shard) : NULL;
+    Py_XDECREF(shard);
     gradients->kind = GRAD_SHARDED;
     int result = grad ? set_flat_grad(handle, grad) : -1;
     if (!result)
@@ -250,6 +278,21 @@ int handle_show_flat_grad(struct handle *handle) {
 
 /* ---- from .grad back ---- */
 
+/* A gradient in CPU memory, where computation is. New reference. */
+static PyObject *upload(struct handle *handle, PyObject *grad) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0)
+        return NULL;
+    PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, handle->device) : NULL;
+    PyObject *done = copy ? PyObject_CallMethod(copy, "copy_", "OO", grad, Py_True) : NULL;
+    Py_XDECREF(dtype);
+    if (!done)
+        Py_CLEAR(copy);
+    Py_XDECREF(done);
+    return copy;
+}
+
 static int take_flat_grad(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *grad = torch_get_grad(handle->flat_param);
@@ -269,6 +312,11 @@ static int take_flat_grad(struct handle *handle) {
     }
     gradients->kind = GRAD_NONE;
     struct tensor_view view;
+    if (handle->offload) {
+        ref_set(&grad, upload(handle, grad));
+        if (!grad)
+            return -1;
+    }
     int result = tensor_view_of(grad, &view);
     if (!result && handle->sharded && view.dtype != handle->orig_kind)
         ref_set(&grad, cast_to_shard_dtype(handle, grad));

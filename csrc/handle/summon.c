@@ -159,7 +159,7 @@ int handle_summon_exit(struct handle *handle) {
 
 /* On how many ranks of the group is the gradient missing? -1 on error. Collective. */
 static int64_t count_missing(struct handle *handle, bool missing) {
-    PyObject *flag = PyObject_CallMethod(handle->local_shard, "new_full", "(i)d", 1, missing ? 1.0 : 0.0);
+    PyObject *flag = PyObject_CallMethod(handle->shard_like.tensor, "new_full", "(i)d", 1, missing ? 1.0 : 0.0);
     PyObject *work = flag ? collective_all_reduce(&handle->shard_group, flag) : NULL;
     PyObject *count = work && collective_wait(work) == 0 ? PyObject_CallMethod(flag, "item", NULL) : NULL;
     int64_t result = count ? (int64_t)PyFloat_AsDouble(count) : -1;
@@ -169,10 +169,12 @@ static int64_t count_missing(struct handle *handle, bool missing) {
 }
 
 static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
-    PyObject *full = PyObject_CallMethod(grad, "new_empty", "(L)", (long long)handle->layout.padded_numel);
-    PyObject *work = full ? collective_all_gather(&handle->shard_group, full, grad) : NULL;
+    PyObject *own = PyObject_CallMethod(grad, "to", "O", handle->device);
+    PyObject *full = own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->layout.padded_numel) : NULL;
+    PyObject *work = full ? collective_all_gather(&handle->shard_group, full, own) : NULL;
     if (!work || collective_wait(work) < 0)
         Py_CLEAR(full);
+    Py_XDECREF(own);
     return full;
 }
 

@@ -1,5 +1,6 @@
 /* Lazy attributes, unshard and reshard. */
 #include "handle/handle.h"
+#include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 #include "torch/trace.h"
@@ -14,17 +15,21 @@ static int init_dtype(struct handle *handle) {
     return handle->orig_dtype ? 0 : -1;
 }
 
+static int refuse_device(struct handle *handle, const char *why) {
+    PyErr_Format(PyExc_NotImplementedError,
+                 "rank %lld, unit %S: it computes on %S, and there are no kernels for that: %s. Pass "
+                 "device_id=torch.device(\"cpu\") to compute on the CPU.",
+                 (long long)handle->layout.rank, handle->name, handle->device, why);
+    return -1;
+}
+
 static int init_local_shard(struct handle *handle) {
+    const char *why = "";
     ref_set(&handle->local_shard, torch_data(handle->flat_param));
     if (!handle->local_shard || tensor_view_of(handle->local_shard, &handle->local_view) < 0)
         return -1;
-    if (handle->local_view.device != DEVICE_CPU) {
-        PyErr_Format(PyExc_NotImplementedError,
-                     "rank %lld, unit %S: its parameters are on %S, and this build has kernels for the CPU only. Pass "
-                     "device_id=torch.device(\"cpu\").",
-                     (long long)handle->layout.rank, handle->name, handle->device);
-        return -1;
-    }
+    if (!kernels_of(handle->local_view.device, &why))
+        return refuse_device(handle, why);
     int64_t want = handle->layout.shard_numel, numel = tensor_view_numel(&handle->local_view);
     if (numel == want)
         return 0;
@@ -34,6 +39,40 @@ static int init_local_shard(struct handle *handle) {
         "tensors of the shard's size.",
         (long long)handle->layout.rank, handle->name, (long long)numel, (long long)want);
     return -1;
+}
+
+/* ---- where it computes ---- */
+
+/* Is the shard in CPU memory, and what computes not? While a step is recorded the CPU plays both. */
+static bool offloads(struct handle *handle, const struct tensor_view *compute) {
+    return handle->may_offload && handle->local_view.device == DEVICE_CPU &&
+           (compute->device != DEVICE_CPU || trace_recorder);
+}
+
+static int init_compute_device(struct handle *handle) {
+    const char *why = "";
+    PyObject *like = handle_freed_tensor(handle->layout.shard_numel, handle->orig_dtype, handle->device);
+    if (!like)
+        return -1;
+    ref_set(&handle->shard_like.tensor, like);
+    if (tensor_view_of(like, &handle->compute_view) < 0)
+        return -1;
+    handle->offload = offloads(handle, &handle->compute_view);
+    if (!handle->offload && handle->compute_view.device == handle->local_view.device)
+        ref_set(&handle->shard_like.tensor, Py_NewRef(handle->local_shard));
+    if (!(handle->kernels = kernels_of(handle->compute_view.device, &why)))
+        return refuse_device(handle, why);
+    buffer_fini(&handle->device_shard);
+    if (!handle->offload)
+        return 0;
+    trace_tensor("host", handle->local_shard);
+    if (buffer_init(&handle->device_shard, handle->layout.shard_numel, handle->orig_dtype, handle->device, false) < 0)
+        return -1;
+    return buffer_free(&handle->device_shard);
+}
+
+const struct kernel_stream *handle_stream(const struct handle *handle) {
+    return tensor_kernel_stream(&handle->compute_view);
 }
 
 static int init_sources(struct handle *handle) {
@@ -104,7 +143,7 @@ int handle_init_shard(struct handle *handle) {
 int handle_lazy_init(struct handle *handle) {
     if (handle->local_shard && !handle->ready && handle_take_over_params(handle) < 0)
         return -1;
-    if (handle_init_shard(handle) < 0 || handle_init_forms(handle) < 0)
+    if (handle_init_shard(handle) < 0 || init_compute_device(handle) < 0 || handle_init_forms(handle) < 0)
         return -1;
     if (init_sources(handle) < 0 || init_shard_pieces(handle) < 0)
         return -1;
@@ -116,29 +155,53 @@ int handle_lazy_init(struct handle *handle) {
 
 /* ---- unshard ---- */
 
-static const struct kernel_stream *stream_of(const struct handle *handle) {
-    return tensor_kernel_stream(&handle->local_view);
+/* device_shard = the shard. Nobody waits where the shard's memory is pinned. */
+static int enqueue_upload(struct handle *handle) {
+    struct buffer *shard = &handle->device_shard;
+    if (!handle->offload)
+        return 0;
+    if (buffer_alloc(shard) < 0)
+        return -1;
+    trace_read(handle->local_shard);
+    trace_write(shard->tensor);
+    PyObject *done = PyObject_CallMethod(shard->tensor, "copy_", "OO", handle->local_shard, Py_True);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
-static int cast_local_shard(struct handle *handle, struct buffer *output) {
-    trace_read(handle->local_shard);
+static int cast_shard(struct handle *handle, struct buffer *output) {
+    PyObject *input = handle->offload ? handle->device_shard.tensor : handle->local_shard;
+    const struct tensor_view *view = handle->offload ? &handle->device_shard.view : &handle->local_view;
+    trace_read(input);
     trace_write(output->tensor);
-    return tensor_check(kernel_cast_divide(output->view.data, handle->form->kind, handle->local_view.data,
-                                           handle->orig_kind, handle->layout.shard_numel, 1.0, stream_of(handle)),
+    return tensor_check(handle->kernels->cast_divide(output->view.data, handle->form->kind, view->data,
+                                                     handle->orig_kind, handle->layout.shard_numel, 1.0,
+                                                     handle_stream(handle)),
                         "cast of a shard");
 }
 
+int handle_wait_in_stream(const struct handle *handle, PyObject **work) {
+    if (!handle->retirement)
+        return 0;
+    PyObject *waited = *work;
+    *work = NULL;
+    if (collective_wait(waited) < 0)
+        return -1;
+    *work = Py_NewRef(Py_None);
+    return 0;
+}
+
 static int enqueue_gather(struct handle *handle) {
-    PyObject *input = handle->local_shard;
+    PyObject *input = handle->offload ? handle->device_shard.tensor : handle->local_shard;
     if (handle->form->low_precision) {
         input = handle->form->low_precision_shard.tensor;
         if (buffer_alloc(&handle->form->low_precision_shard) < 0)
             return -1;
-        if (cast_local_shard(handle, &handle->form->low_precision_shard) < 0)
+        if (cast_shard(handle, &handle->form->low_precision_shard) < 0)
             return -1;
     }
     ref_set(&handle->unshard_work, collective_all_gather(&handle->shard_group, handle->form->full.tensor, input));
-    return handle->unshard_work ? 0 : -1;
+    return handle->unshard_work ? handle_wait_in_stream(handle, &handle->unshard_work) : -1;
 }
 
 /* The all-gather failed: nothing of it stays allocated. */
@@ -149,6 +212,7 @@ void handle_free_unshard(struct handle *handle) {
         buffer_free(&handle->form->full);
     if (handle->form->low_precision_shard.tensor)
         buffer_free(&handle->form->low_precision_shard);
+    buffer_free(&handle->device_shard);
     PyErr_Restore(type, value, traceback);
 }
 
@@ -184,7 +248,9 @@ int handle_unshard_enqueue(struct handle *handle) {
     if (!handle->form->is_local) {
         if (alloc_full(handle) < 0)
             return -1;
-        int failed = handle->sharded ? enqueue_gather(handle) : cast_local_shard(handle, &handle->form->full);
+        int failed = enqueue_upload(handle);
+        if (!failed)
+            failed = handle->sharded ? enqueue_gather(handle) : cast_shard(handle, &handle->form->full);
         if (failed)
             return free_after_failure(handle);
     }
@@ -194,7 +260,7 @@ int handle_unshard_enqueue(struct handle *handle) {
 static int wait_for_gather(struct handle *handle) {
     PyObject *work = handle->unshard_work;
     handle->unshard_work = NULL;
-    if (work && collective_wait(work) < 0)
+    if ((work && collective_wait(work) < 0) || buffer_free(&handle->device_shard) < 0)
         return -1;
     return handle->form->low_precision_shard.tensor ? buffer_free(&handle->form->low_precision_shard) : 0;
 }

@@ -45,26 +45,28 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "verbose",
                             "predivide",
                             "postdivide",
+                            "offload",
                             NULL};
     struct handle_spec spec = {0};
     PyObject *layout;
-    int orig, keep, skip, verbose;
+    int orig, keep, skip, verbose, offload;
     if (inside(self)->flat_param) {
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOOippppdd", names, &layout, &spec.flat_param,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOOippppddp", names, &layout, &spec.flat_param,
                                      &spec.params, &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides,
                                      &PyList_Type, &spec.slots, &spec.process_group, &spec.replicate_group,
                                      &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
                                      &spec.flat_param_owner, &spec.wrap_views, &spec.strategy, &orig, &keep, &skip,
-                                     &verbose, &spec.predivide, &spec.postdivide))
+                                     &verbose, &spec.predivide, &spec.postdivide, &offload))
         return -1;
     spec.layout_owner = layout;
     spec.use_orig_params = orig;
     spec.keep_low_precision_grads = keep;
     spec.skip_writeback_check = skip;
     spec.verbose = verbose;
+    spec.offload = offload;
     if (!(spec.layout = layout_of(layout)))
         return -1;
     return handle_init(inside(self), &spec);

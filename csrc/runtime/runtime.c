@@ -170,6 +170,8 @@ int runtime_queue_final_callback(struct runtime *runtime) {
 
 /* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
 static int step_in_backward(struct unit *unit) {
+    if (unit->handle->offload && schedule_synchronize(&unit->runtime->schedule) < 0)
+        return -1;
     if (handle_hand_over(unit->handle) < 0)
         return -1;
     PyObject *done = PyObject_CallMethod(unit->handle_object, "step_in_backward", NULL);
@@ -202,11 +204,14 @@ static int reset_flags(struct unit *unit) {
     return unit_set_training_state(unit, USE_IDLE);
 }
 
-static int finalise_handle(struct unit *unit) {
+static int reshard_at_the_end(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool free_storage = !handle->sharded || unit->sync_gradients || handle_reshards_after_forward(handle);
-    if (schedule_reshard(unit, free_storage) < 0 || handle_show_sharded(handle) < 0)
-        return -1;
+    return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+}
+
+static int finalise_handle(struct unit *unit) {
+    struct handle *handle = unit->handle;
     if (handle->gradients.in_backward && handle_hand_over(handle) < 0)
         return -1;
     return handle_set_training_state(handle, USE_IDLE);
@@ -231,6 +236,15 @@ static int finalise_units(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++)
         if (reduce_left_over(runtime, runtime->units[i]) < 0)
             return -1;
+    bool offload = false;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->handle && reshard_at_the_end(unit) < 0)
+            return -1;
+        offload = offload || (unit->handle && unit->handle->offload);
+    }
+    if (offload && schedule_synchronize(&runtime->schedule) < 0) /* an optimizer on the CPU may step next */
+        return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (remove_reshard_hook(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || reset_flags(unit) < 0)

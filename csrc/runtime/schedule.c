@@ -118,6 +118,13 @@ int schedule_finish_reduction(struct unit *unit) {
 
 /* ---- ends ---- */
 
+int schedule_synchronize(struct schedule *schedule) {
+    struct streams *streams = &schedule->streams;
+    if (stream_record(streams, STREAM_COMPUTE, &schedule->joined) < 0)
+        return -1;
+    return stream_synchronize(streams, schedule->joined);
+}
+
 int schedule_settle(struct schedule *schedule) {
     return retirement_settle(&schedule->retirement);
 }

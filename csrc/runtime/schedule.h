@@ -39,7 +39,8 @@ int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it 
 int schedule_reshard(struct unit *unit, bool free_storage);
 int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);
-int schedule_settle(struct schedule *schedule); /* the step is over: no storage is held back */
-int schedule_join(struct schedule *schedule);   /* after an exception: computation comes after whatever was enqueued */
+int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
+int schedule_settle(struct schedule *schedule);      /* the step is over: no storage is held back */
+int schedule_join(struct schedule *schedule); /* after an exception: computation comes after whatever was enqueued */
 
 #endif

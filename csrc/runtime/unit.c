@@ -126,8 +126,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, 
         PyErr_Clear();
         return false;
     }
-    if (move && unit->handle && view.device != unit->handle->form->full.view.device &&
-        view.device != unit->handle->local_view.device)
+    if (move && unit->handle && view.device != unit->handle->compute_view.device)
         return false;
     if (!cast)
         return true;

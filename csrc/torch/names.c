@@ -1,5 +1,6 @@
 #include "torch/names.h"
 
+#include "torch/tensor.h"
 #include "torch/torch_abi.h"
 #include "torch/trace.h"
 
@@ -67,6 +68,21 @@ PyObject *torch_empty_like(PyObject *tensor) {
     PyObject *result = PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
     if (result)
         trace_tensor("new", result);
+    return result;
+}
+
+PyObject *torch_empty_pinned_like(PyObject *tensor) {
+    struct tensor_view view;
+    if (tensor_view_of(tensor, &view) < 0)
+        return NULL;
+    PyObject *args = PyTuple_Pack(1, tensor);
+    PyObject *kwargs =
+        Py_BuildValue("{sssO}", "device", "cpu", "pin_memory", view.device == DEVICE_CUDA ? Py_True : Py_False);
+    PyObject *result = args && kwargs ? PyObject_Call(torch_names.empty_like, args, kwargs) : NULL;
+    Py_XDECREF(args);
+    Py_XDECREF(kwargs);
+    if (result)
+        trace_tensor("host", result);
     return result;
 }
 

@@ -51,6 +51,7 @@ int torch_names_init(void);
 /* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_empty_like(PyObject *tensor);
+PyObject *torch_empty_pinned_like(PyObject *tensor); /* in CPU memory, pinned where there is a GPU to copy from */
 
 int torch_set_data(PyObject *tensor, PyObject *data);         /* tensor.data = data */
 int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = grad; Py_None clears */

@@ -1,5 +1,5 @@
-/* The ops of torch.ops.fsdp_c over plain tensors. Each has one body for CPU and Meta: read, check, make the output, and, on
- * CPU alone, run the kernel. Ops that write in place do not bump the version counter: call them on detached tensors. */
+/* The ops of torch.ops.fsdp_c over plain tensors. Each has one body for CPU, CUDA and Meta: read, check, make the output, and,
+ * but for Meta, run the kernel, on CUDA's current stream there. Ops that write in place do not bump the version counter: call them on detached tensors. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -7,6 +7,7 @@
 
 #include <inttypes.h>
 
+#include "torch/kernel_library.h"
 #include "torch/op_stack.h"
 #include "torch/tensor.h"
 
@@ -14,21 +15,31 @@
 struct op_call {
     const char *name;
     bool is_meta;
+    enum device_kind device;
 };
+
+static const struct kernel_table *kernels(const struct op_call *call) {
+    const char *why = NULL;
+    const struct kernel_table *table = kernels_of(call->device, &why);
+    OP_CHECK(table, "%s: %s", call->name, why);
+    return table;
+}
 
 static void check_status(const struct op_call *call, enum status status) {
     OP_CHECK(status != STATUS_UNSUPPORTED, "%s: no kernel for these dtypes or this norm", call->name);
+    OP_CHECK(status != STATUS_DEVICE, "%s: CUDA refused the launch: %s", call->name, kernels(call)->device_error());
     OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);
 }
 
-/* A tensor a kernel can read: on the CPU (or Meta), of a known dtype, its storage alive. */
+/* A tensor a kernel can read: on the op's device (or Meta), of a known dtype, its storage alive. */
 static void read_operand(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                          const char *argument) {
     op_read_operand(operand, tensor);
     bool has_memory = operand->numel == 0 || operand->view.data;
     OP_CHECK(operand->view.dtype != DTYPE_OTHER, "%s: %s must be float32, float64, bfloat16 or float16", call->name,
              argument);
-    OP_CHECK(call->is_meta || operand->view.device == DEVICE_CPU, "%s: %s must be on the CPU", call->name, argument);
+    OP_CHECK(call->is_meta || operand->view.device == call->device, "%s: %s must be on %s", call->name, argument,
+             call->device == DEVICE_CPU ? "the CPU" : "the GPU, as the first argument is");
     OP_CHECK(call->is_meta || has_memory, "%s: the storage of %s is freed", call->name, argument);
 }
 
@@ -61,8 +72,8 @@ static double read_divisor(const struct op_call *call, StableIValue slot) {
 static void run_pack(const struct op_call *call, const struct op_operand *output, const struct pack_source *sources,
                      size_t count, double divisor) {
     if (!call->is_meta) {
-        check_status(call, kernel_pack(output->view.data, output->view.dtype, output->numel, sources, (int64_t)count,
-                                       divisor, tensor_kernel_stream(&output->view)));
+        check_status(call, kernels(call)->pack(output->view.data, output->view.dtype, output->numel, sources,
+                                               (int64_t)count, divisor, tensor_kernel_stream(&output->view)));
     }
 }
 
@@ -110,7 +121,8 @@ static AtenTensorHandle copy_part(const struct op_call *call, const struct op_op
         struct op_operand output;
         op_read_operand(&output, part);
         struct copy_range range = {flat->view.data, offset, 0, numel};
-        kernel_copy_ranges(output.view.data, flat->view.dtype, &range, 1, tensor_kernel_stream(&flat->view));
+        check_status(call, kernels(call)->copy_ranges(output.view.data, flat->view.dtype, &range, 1,
+                                                      tensor_kernel_stream(&flat->view)));
     }
     return part;
 }
@@ -243,9 +255,9 @@ static void accumulate_shard(StableIValue *stack, const struct op_call *call) {
     OP_CHECK(accumulator.numel == input.numel, "%s: accumulator has %" PRId64 " elements, shard %" PRId64, call->name,
              accumulator.numel, input.numel);
     if (!call->is_meta) {
-        check_status(call,
-                     kernel_accumulate(accumulator.view.data, accumulator.view.dtype, input.view.data, input.view.dtype,
-                                       input.numel, divisor, tensor_kernel_stream(&input.view)));
+        check_status(call, kernels(call)->accumulate(accumulator.view.data, accumulator.view.dtype, input.view.data,
+                                                     input.view.dtype, input.numel, divisor,
+                                                     tensor_kernel_stream(&input.view)));
     }
 }
 
@@ -395,18 +407,26 @@ static void norms(StableIValue *stack, const struct op_call *call) {
     if (!call->is_meta) {
         struct op_operand result;
         op_read_operand(&result, output);
-        check_status(call, kernel_norms(result.view.data, views, numels, count, p, tensor_kernel_stream(&result.view)));
+        OP_OWNED scratch = NULL;
+        void *memory = NULL;
+        int64_t nbytes = kernels(call)->norms_scratch_nbytes(numels, count);
+        if (nbytes) {
+            int64_t scratch_numel = (nbytes + (int64_t)sizeof(double) - 1) / (int64_t)sizeof(double);
+            scratch = op_empty(1, &scratch_numel, torch_abi.aoti_torch_dtype_float64(), &like);
+            OP_CALL(torch_abi.aoti_torch_get_data_ptr(scratch, &memory));
+        }
+        check_status(call, kernels(call)->norms(result.view.data, views, numels, count, p, memory,
+                                                tensor_kernel_stream(&result.view)));
     }
     stack[0] = op_give(&output);
 }
 
-/* fsdp_c::clip_: every tensor times one number, which is read here: on another device that would wait for it. */
+/* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */
 static void clip(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED scalar = op_tensor(stack[1]);
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
-    double coefficient = 1.0;
     op_read_list(&tensors, stack[0], true);
     struct op_operand factor;
     read_operand(call, &factor, scalar, "coefficient");
@@ -416,8 +436,8 @@ static void clip(StableIValue *stack, const struct op_call *call) {
     read_all(call, &tensors, views, numels);
     if (!call->is_meta) {
         const struct kernel_stream *stream = tensor_kernel_stream(&factor.view);
-        kernel_cast_divide(&coefficient, DTYPE_FLOAT64, factor.view.data, factor.view.dtype, 1, 1.0, stream);
-        check_status(call, kernel_scale(views, numels, (int64_t)tensors.count, coefficient, stream));
+        check_status(call, kernels(call)->scale(views, numels, (int64_t)tensors.count, factor.view.data,
+                                                factor.view.dtype, stream));
     }
 }
 
@@ -578,12 +598,17 @@ static void adamw(StableIValue *stack, const struct op_call *call) {
     static void name##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                        \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, false});                                                       \
+        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CPU});                                           \
+    }                                                                                                                  \
+    static void name##_on_cuda(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
+        (void)num_inputs;                                                                                              \
+        (void)num_outputs;                                                                                             \
+        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CUDA});                                          \
     }                                                                                                                  \
     static void name##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, true});                                                        \
+        body(stack, &(struct op_call){"fsdp_c::" #name, true, DEVICE_CPU});                                            \
     }
 EACH_OP(DEFINE_BOXED)
 
@@ -591,10 +616,11 @@ struct op_entry {
     const char *name;
     const char *schema;
     boxed_kernel cpu;
+    boxed_kernel cuda;
     boxed_kernel meta;
 };
 
-#define OP_ENTRY(name, body, schema) {#name, #name schema, name##_on_cpu, name##_on_meta},
+#define OP_ENTRY(name, body, schema) {#name, #name schema, name##_on_cpu, name##_on_cuda, name##_on_meta},
 static const struct op_entry entries[] = {EACH_OP(OP_ENTRY)};
 enum { ENTRY_COUNT = sizeof entries / sizeof entries[0] };
 
@@ -602,13 +628,16 @@ enum { ENTRY_COUNT = sizeof entries / sizeof entries[0] };
 static bool register_all(void) {
     TorchLibraryHandle schemas = NULL;
     TorchLibraryHandle cpu = NULL;
+    TorchLibraryHandle cuda = NULL;
     TorchLibraryHandle meta = NULL;
     bool failed = torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &schemas) != 0 ||
                   torch_abi.aoti_torch_library_init_impl("fsdp_c", "CPU", "fsdp_c", 0, &cpu) != 0 ||
+                  torch_abi.aoti_torch_library_init_impl("fsdp_c", "CUDA", "fsdp_c", 0, &cuda) != 0 ||
                   torch_abi.aoti_torch_library_init_impl("fsdp_c", "Meta", "fsdp_c", 0, &meta) != 0;
     for (int i = 0; !failed && i < ENTRY_COUNT; i++) {
         failed = torch_abi.aoti_torch_library_def(schemas, entries[i].schema) != 0 ||
                  torch_abi.torch_library_impl(cpu, entries[i].name, entries[i].cpu, TORCH_BUILD_VERSION) != 0 ||
+                 torch_abi.torch_library_impl(cuda, entries[i].name, entries[i].cuda, TORCH_BUILD_VERSION) != 0 ||
                  torch_abi.torch_library_impl(meta, entries[i].name, entries[i].meta, TORCH_BUILD_VERSION) != 0;
     }
     return !failed;

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "torch/kernel_library.h"
 #include "torch/norm_order.h"
 #include "torch/torch_abi.h"
 
@@ -291,6 +292,7 @@ const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view)
         return &exchange.cpu_stream;
     }
     torch_abi.aoti_torch_get_current_cuda_stream(view->device_index, &cuda_stream.cuda_stream);
+    cuda_stream.device_index = view->device_index;
     return &cuda_stream;
 }
 
@@ -301,6 +303,13 @@ int tensor_check(enum status status, const char *what) {
     case STATUS_NO_MEMORY:
         PyErr_NoMemory();
         return -1;
+    case STATUS_DEVICE: {
+        const char *why = NULL;
+        const struct kernel_table *kernels = kernels_of(DEVICE_CUDA, &why);
+        PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", what,
+                     kernels ? kernels->device_error() : why);
+        return -1;
+    }
     case STATUS_UNSUPPORTED:
         PyErr_Format(PyExc_NotImplementedError, "%s: no kernel for this dtype, device or norm", what);
         return -1;

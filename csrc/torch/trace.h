@@ -3,7 +3,7 @@
  *
  * The recorder is called as recorder("enter", role), ("leave",), ("record", role, event), ("wait", role, event),
  * ("synchronize", event), ("destroy", event), and with a tensor: ("new", tensor) and ("alloc", tensor), ("free", tensor) for
- * memory, ("read", tensor), ("write", tensor) for what is enqueued on the stream entered last. */
+ * memory, ("host", tensor) for the host's own, ("read", tensor), ("write", tensor) for what is enqueued on the stream entered last. */
 #ifndef FSDP_TORCH_TRACE_H
 #define FSDP_TORCH_TRACE_H
 

@@ -74,3 +74,18 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     library = (tmp_path / "_cuda.so").read_bytes()
     assert b"fsdp_c_cuda_kernels" in library and b"libcudart.so" not in library
+
+
+def test_every_operator_is_registered_for_cuda() -> None:
+    import torch
+
+    import fsdp_c  # noqa: F401  (registers them)
+
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("fsdp_c::")]
+    missing = [
+        name
+        for name in names
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA")
+        and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+    ]
+    assert len(names) > 8 and missing == []

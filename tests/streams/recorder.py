@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fsdp_c import _C
-from tests.streams.order import COMPUTE, Entry
+from tests.streams.order import COMPUTE, HOST, Entry
 
-_TOLD_BY_THE_RUNTIME = ("c10d", "_c10d_functional", "fsdp_c")
+_TOLD_BY_THE_RUNTIME = ("c10d", "_c10d_functional")
 
 
 class Recorder:
@@ -26,11 +26,12 @@ class Recorder:
         self.role = COMPUTE
         self._blocks: dict[int, int] = {}  # id of the storage -> its block now
         self._watched: dict[int, Any] = {}  # keeps the weak references alive
+        self._host: set[int] = set()  # blocks in the host's memory
         self._count = 0
 
     def __call__(self, what: str, *args: Any) -> None:
         """What the runtime in C tells; see csrc/torch/trace.h."""
-        getattr(self, "_" + what)(*args)
+        getattr(self, {"host": "_host_memory"}.get(what, "_" + what))(*args)
 
     # ---- streams
 
@@ -63,6 +64,27 @@ class Recorder:
     def _new(self, tensor: Tensor, name: str = "a gradient buffer") -> None:
         if self._key(tensor) not in self._blocks:
             self.trace.append(("alloc", self.role, self._begin(tensor), name))
+            if self.role == HOST:
+                self._host_memory(tensor)
+
+    def _host_memory(self, tensor: Tensor) -> None:
+        self._host.add(self._blocks.get(self._key(tensor)) or self._begin(tensor))
+
+    def is_on_host(self, tensors: list[Tensor]) -> bool:
+        """Whether an operation on these is the host's: a copy between it and the device is the device's."""
+        blocks = [self._blocks.get(self._key(tensor)) for tensor in tensors]
+        return any(block in self._host for block in blocks) and all(
+            block in self._host or not block for block in blocks
+        )
+
+    @contextlib.contextmanager
+    def on_host(self, is_on_host: bool) -> Iterator[None]:
+        """What is told in the body is the host's, if so."""
+        role, self.role = self.role, HOST if is_on_host else self.role
+        try:
+            yield
+        finally:
+            self.role = role
 
     def _read(self, tensor: Tensor, what: str = "the runtime") -> None:
         self._access("read", tensor, what)
@@ -105,18 +127,12 @@ class Computation(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        quiet = func.namespace in _TOLD_BY_THE_RUNTIME or _is_view(schema) or schema.name.startswith("aten::empty")
-        if not quiet:
+        if func.namespace in _TOLD_BY_THE_RUNTIME or _is_view(schema) or schema.name.startswith("aten::empty"):
+            return func(*args, **kwargs)
+        with self.recorder.on_host(self.recorder.is_on_host(_tensors((args, kwargs)))):
             self._tell_arguments(schema, args, kwargs)
-        result = func(*args, **kwargs)
-        if not quiet:
-            for returned, value in zip(
-                schema.returns, result if isinstance(result, tuple) else (result,), strict=False
-            ):
-                if returned.alias_info is None:
-                    for tensor in _tensors(value):
-                        self.recorder._new(tensor, schema.name)
-                        self.recorder._write(tensor, schema.name)
+            result = func(*args, **kwargs)
+            self._tell_results(schema, result if isinstance(result, tuple) else (result,))
         return result
 
     def _tell_arguments(self, schema: Any, args: Any, kwargs: Any) -> None:
@@ -125,6 +141,12 @@ class Computation(TorchDispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in _tensors(values.get(argument.name)):
                 self.recorder._access("write" if written else "read", tensor, schema.name)
+
+    def _tell_results(self, schema: Any, results: tuple[Any, ...]) -> None:
+        for returned, value in zip(schema.returns, results, strict=False):
+            for tensor in _tensors(value) if returned.alias_info is None else ():
+                self.recorder._new(tensor, schema.name)
+                self.recorder._write(tensor, schema.name)
 
 
 def _is_view(schema: Any) -> bool:

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
-from tests.streams.order import COMPUTE, POST_BACKWARD, UNSHARD, Entry, lags, unordered, waits, without
+from tests.streams.order import COMPUTE, HOST, POST_BACKWARD, UNSHARD, Entry, lags, unordered, waits, without
 from tests.streams.recorder import Recorder, recording
 
 STEPS = 3
@@ -206,6 +206,13 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "raise in backward, NO_SHARD": (raise_in_backward, {"strategy": "NO_SHARD"}),
     "hook": (reduce_by_hook, {}),
     "bf16 hook": (reduce_in_bf16, {}),
+    "offload": (accumulate, {"cpu_offload": CPUOffload(True), "limit_all_gathers": False}),
+    "offload, SHARD_GRAD_OP, bf16": (
+        plain,
+        {"cpu_offload": CPUOffload(True), "strategy": "SHARD_GRAD_OP", "mixed_precision": BF16},
+    ),
+    "offload, NO_SHARD": (plain, {"cpu_offload": CPUOffload(True), "strategy": "NO_SHARD", "use_orig_params": False}),
+    "offload, step in backward": (step_in_backward, {"cpu_offload": CPUOffload(True)}),
     "step in backward": (step_in_backward, {"limit_all_gathers": False}),
 }
 
@@ -259,6 +266,36 @@ def test_each_wait_that_is_dropped_is_reported(rank: int, world_size: int, name:
     unnoticed = [place for place in needed if not unordered(without(trace, place))]
     assert not unnoticed, [(place, trace[place]) for place in unnoticed]
     assert len(needed) > 10 * STEPS
+
+
+@on_ranks(2)
+def test_each_wait_of_the_host_for_offloaded_gradients_is_needed(rank: int, world_size: int) -> None:
+    trace = record(rank, "offload, SHARD_GRAD_OP, bf16").trace
+    needed = [place for place in waits(trace, ["synchronize"]) if is_before_the_host(trace, place)]
+    assert len(needed) == STEPS
+    assert all(unordered(without(trace, place)) for place in needed)
+
+
+def is_before_the_host(trace: list[Entry], place: int) -> bool:
+    """Whether the next work after an entry is the host's own."""
+    following = (entry[1] for entry in trace[place + 1 :] if entry[0] in ("read", "write"))
+    return next(following, COMPUTE) == HOST
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_offload_through_a_device_gives_the_same_numbers(rank: int, world_size: int, strategy: str) -> None:
+    """While a step is recorded the CPU plays the device as well: what goes up and comes down is copied."""
+
+    def train(offload: bool) -> list[Tensor]:
+        torch.manual_seed(7)
+        trainer = Trainer(rank, strategy=strategy, cpu_offload=CPUOffload(offload), mixed_precision=BF16)
+        accumulate(trainer)
+        return [param.detach().clone() for param in trainer.model.parameters()]
+
+    with recording():
+        moved = train(True)
+    assert all(torch.equal(one, other) for one, other in zip(moved, train(False), strict=True))
 
 
 @on_ranks(2)

@@ -1,0 +1,60 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* dladdr */
+#endif
+#include "torch/kernel_library.h"
+
+#include <dlfcn.h>
+#include <limits.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "torch/torch_abi.h"
+
+static const struct kernel_table *cuda_kernels;
+static const char *why_no_cuda;
+
+/* Beside the file that holds this module. */
+static bool find_library(char *path, size_t size) {
+    Dl_info module;
+    if (!dladdr((const void *)&cpu_kernels, &module) || !module.dli_fname)
+        return false;
+    const char *slash = strrchr(module.dli_fname, '/');
+    int folder = slash ? (int)(slash - module.dli_fname) + 1 : 0;
+    return snprintf(path, size, "%.*s_cuda.so", folder, module.dli_fname) < (int)size;
+}
+
+static void load_cuda(void) {
+    char path[PATH_MAX];
+    cuda_kernels_function kernels = NULL;
+    if (!torch_abi.aoti_torch_get_current_cuda_stream) {
+        why_no_cuda = "this torch has no CUDA";
+        return;
+    }
+    void *library = find_library(path, sizeof path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
+    if (!library) {
+        why_no_cuda =
+            "fsdp_c was built without its CUDA kernels: build it where nvcc is, of the same CUDA version as torch";
+        return;
+    }
+    void *symbol = dlsym(library, CUDA_KERNELS_SYMBOL);
+    memcpy(&kernels, &symbol, sizeof symbol);
+    const struct kernel_table *table = kernels ? kernels(&why_no_cuda) : NULL;
+    if (table && table->version == KERNEL_TABLE_VERSION)
+        cuda_kernels = table;
+    else if (!why_no_cuda)
+        why_no_cuda = "fsdp_c's CUDA kernels are of another version: build it anew";
+}
+
+const struct kernel_table *kernels_of(enum device_kind device, const char **why) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (device == DEVICE_CPU)
+        return &cpu_kernels;
+    if (device != DEVICE_CUDA) {
+        *why = "fsdp_c has kernels for the CPU and CUDA";
+        return NULL;
+    }
+    pthread_once(&once, load_cuda);
+    *why = why_no_cuda;
+    return cuda_kernels;
+}

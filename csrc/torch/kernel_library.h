@@ -1,0 +1,10 @@
+/* Which kernels run on a device: those of this module, or those of the CUDA library beside it, loaded when first wanted. */
+#ifndef FSDP_TORCH_KERNEL_LIBRARY_H
+#define FSDP_TORCH_KERNEL_LIBRARY_H
+
+#include "kernels/table.h"
+
+/* Never raises, and takes no lock of the interpreter. NULL where there are none, with the reason in *why. */
+const struct kernel_table *kernels_of(enum device_kind device, const char **why);
+
+#endif
