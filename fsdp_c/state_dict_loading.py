@@ -39,6 +39,9 @@ from fsdp_c.unshard_params import check_idle
 logger = logging.getLogger(__name__)
 
 
+_NO_PARAM = object()
+
+
 class Mark(NamedTuple):
     """Stands in a state dict for the values of a unit that the outermost unit has dealt with."""
 
@@ -119,9 +122,9 @@ def _found(unit: Any, prefix: str, state_dict: dict[str, Any]) -> list[tuple[Par
 
 
 def _own_param(unit: Any, index: int) -> Any:
-    """What the optimizer has: as an entry, where DCP passes it for want of another, it says "as it is"."""
-    flat_param = unit._handle.flat_param
-    return flat_param if flat_param._params is None else flat_param._params[index]
+    """The original parameter as the optimizer has it: where DCP passes it for want of another, it says "as it is"."""
+    params = unit._handle.flat_param._params
+    return _NO_PARAM if params is None else params[index]
 
 
 def _load_sharded(found: dict[Any, list[tuple[ParamForm, Tensor, Tensor]]]) -> None:

@@ -150,11 +150,10 @@ def test_state_of_a_submodule_keeps_its_prefix_on_request(rank, world_size):
     assert got[2] and not any(name.startswith("blocks") for name in got[2])
 
 
-@both_views
 @on_ranks(2)
-def test_strict_names_what_is_unexpected(rank, world_size, use_orig_params):
-    """What is missing stays as it is: DCP passes the model's own parameters for it."""
-    model, _ = built("fsdp_c", use_orig_params)
+def test_strict_names_what_is_unexpected(rank, world_size):
+    """What is missing stays as it is, as in torch: DCP passes the model's own parameters for it."""
+    model, _ = built("fsdp_c", True)
     with seen_as_fsdp("fsdp_c"):
         options = StateDictOptions(full_state_dict=True)
         state = get_model_state_dict(model, options=options)
