@@ -299,10 +299,10 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
 
 
 def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
-    """This rank's rows of a loaded value. Collective only for a DTensor that is placed otherwise.
+    """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed otherwise.
 
     Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
-    into rows over as many ranks (X-142).
+    into rows over the ranks of its group (X-142).
     """
     if isinstance(value, DTensor):
         return _rows_of_dtensor(value, unit)
@@ -317,18 +317,27 @@ def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
             f"{fqn}: Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {unit.rank}; "
             "load through torch.distributed.checkpoint, which divides it anew"
         )
-    numel = _rows_numel(unit, form)
+    group = value._process_group
+    numel = _rows_numel(form, group)
     found = shards[0].tensor.numel() if shards else 0
     if found != numel:
         raise AssertionError(
-            f"{fqn}: rank {unit.rank} of {unit.world_size} expects rows of {numel} elements but the value has {found}: "
+            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
             "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
         )
-    return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    rows = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    return rows if group.size() == unit.world_size else _rows_of_larger_group(rows, form, group, unit)
 
 
-def _rows_numel(unit: Any, form: ParamForm) -> int:
-    start, end = chunk_partition(form.shape, unit.world_size).bounds(unit.rank)
+def _rows_of_larger_group(rows: Tensor, form: ParamForm, group: dist.ProcessGroup, unit: Any) -> Tensor:
+    """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over."""
+    partition = chunk_partition(form.shape, group.size())
+    (whole,) = gather([rows.reshape(-1)], [partition], group, device=unit.compute_device)
+    return own_rows(whole.view(form.shape), unit.rank, unit.world_size)
+
+
+def _rows_numel(form: ParamForm, group: dist.ProcessGroup) -> int:
+    start, end = chunk_partition(form.shape, group.size()).bounds(group.rank())
     return end - start
 
 
