@@ -329,10 +329,10 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
 
 
 def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
-    """This rank's rows of a loaded value. Collective only for a DTensor that is placed otherwise.
+    """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed otherwise.
 
     Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
-    into rows over as many ranks (X-142).
+    into rows over the ranks of its group (X-142).
     """
     if isinstance(value, DTensor):
         return _rows_of_dtensor(value, unit)
@@ -347,14 +347,26 @@ def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
             f"{fqn}: Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {unit.rank}; "
             "load through torch.distributed.checkpoint, which divides it anew"
         )
-    numel = _numel_of(form.rows or chunk_partition(form.shape, unit.world_size), unit.rank)
+    group = value._process_group
+    same = group.size() == unit.world_size
+    partition = form.rows if same and form.rows else chunk_partition(form.shape, group.size())
+    numel = _numel_of(partition, group.rank())
     found = shards[0].tensor.numel() if shards else 0
     if found != numel:
         raise AssertionError(
-            f"{fqn}: rank {unit.rank} of {unit.world_size} expects rows of {numel} elements but the value has {found}: "
+            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
             "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
         )
-    return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    rows = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+    return rows if same else _rows_of_larger_group(rows, form, group, unit)
+
+
+def _rows_of_larger_group(rows: Tensor, form: ParamForm, group: dist.ProcessGroup, unit: Any) -> Tensor:
+    """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over."""
+    partition = chunk_partition(form.shape, group.size())
+    (whole,) = gather([rows.reshape(-1)], [partition], group, device=unit.compute_device)
+    assert whole is not None
+    return own_rows(whole.view(form.shape), unit.rank, unit.world_size)
 
 
 def _rows_of_dtensor(value: DTensor, unit: Any) -> Tensor:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.clients.lightning_models import STEPS, Layer, manually_wrapped, mlp, on_cpu, rank_batch, whole_loss
 from tests.clients.support import (
@@ -156,6 +157,18 @@ def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_pa
     }
     before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments)[0]
     after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments)[0]
+    losses, expected = expected_run()
+    assert before + after == pytest.approx(losses, rel=1e-5)
+    assert_same_parameters(parameters, expected)
+
+
+@on_ranks(4, label=LIBRARY)
+def test_hybrid_run_resumed_from_shards_ends_as_the_unsharded_one(rank, world_size, tmp_path):
+    """Fabric has torch divide the optimizer's state over all ranks, where units shard over two."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": mesh, "state_dict_type": "sharded"}
+    before = trained_and_saved(rank, world_size, tmp_path, options)
+    after, parameters = resumed(rank, world_size, tmp_path, options)
     losses, expected = expected_run()
     assert before + after == pytest.approx(losses, rel=1e-5)
     assert_same_parameters(parameters, expected)

@@ -127,6 +127,21 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
         assert result["val_loss"] == pytest.approx(expected, rel=1e-5)
 
 
+@both_views
+@on_ranks(2, label=LIBRARY)
+def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_size, use_orig_params, tmp_path):
+    options = {"use_orig_params": use_orig_params, "auto_wrap_policy": {Layer}}
+    run = trainer(rank, world_size, tmp_path, options, max_epochs=2, accumulate_grad_batches=EPOCH)
+    module = lit_module()
+    # the hook for it, as Lightning itself clips under FSDP by value alone
+    module.configure_gradient_clipping = lambda *_, **__: run.strategy.model.clip_grad_norm_(0.5)
+    run.fit(module, loader(rank, world_size))
+    plain = mlp()
+    options = {"optimizer": adam(plain), "max_norm": 0.5, "micro_batches": EPOCH}
+    train_reference(plain, lambda model, micro: whole_loss(model, micro % EPOCH), range(2), **options)
+    assert_same_parameters(parameters_of(run), plain.state_dict())
+
+
 # ------------------------------------------------------------------ checkpoints
 
 

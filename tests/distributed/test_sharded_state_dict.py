@@ -444,6 +444,18 @@ def test_dcp_checkpoint_is_exchanged_and_divided_anew(rank, world_size, mesh, di
     assert [name for name in expected if not same_bits(expected[name], found[name])] == []
 
 
+@both_views
+@on_ranks(4)
+def test_rows_divided_over_all_ranks_load_where_units_shard_over_some(rank, world_size, use_orig_params):
+    """torch's load_sharded_optimizer_state_dict divides them so under hybrid sharding, too."""
+    source = wrap(contiguous(0), use_orig_params)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    target = wrap(contiguous(1), use_orig_params, process_group=groups[rank // 2])
+    load(target, SHARDED, saved(source, SHARDED))
+    expected, found = saved(source, FULL), saved(target, FULL)
+    assert [name for name in expected if not same_bits(expected[name], found[name])] == []
+
+
 @on_ranks(2)
 def test_full_config_objects_are_shared_by_the_units(rank, world_size):
     """A-131: what is written into the object the caller passed is seen by every unit."""
