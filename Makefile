@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,6 +24,7 @@ help:
 	@echo 'make test-native   the C programs under tests/native'
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
+	@echo 'make test-faults   every fault that tests/faults knows, at every point'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make build         compile the extension in place'
 	@echo 'make lint format   check, or write, the formatting of C and Python'
@@ -80,6 +81,9 @@ test-ranks: build $(VENV)/.dev
 
 test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity
+
+test-faults: build $(VENV)/.dev
+	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults tests/leaks
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients

@@ -1,0 +1,116 @@
+"""Every place of a step at which code that is not the library's runs, in order; one of them can be made to raise."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Trouble(Exception):
+    """What the user's own code raises."""
+
+
+class Points:
+    """Counts the places that a step passes, and raises ``error`` at the one that is armed."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.armed = -1
+        self.error: type[BaseException] = Trouble
+
+    def reach(self, name: str) -> None:
+        self.names.append(name)
+        if len(self.names) - 1 == self.armed:
+            raise self.error(f"at point {self.armed}, {name}")
+
+    @contextmanager
+    def raising_at(self, number: int, error: type[BaseException] = Trouble) -> Iterator[None]:
+        self.names, self.armed, self.error = [], number, error
+        try:
+            yield
+        finally:
+            self.armed = -1
+
+    # ------------------------------------------------------------- where the user's code runs
+
+    def watch_module(self, name: str, module: nn.Module) -> None:
+        """All kinds of hooks of one module, and a hook on its output."""
+        module.register_forward_pre_hook(lambda *_: self.reach(f"forward pre-hook of {name}"))
+        module.register_forward_hook(lambda _, inputs, output: self.watch_output(name, output))
+        module.register_full_backward_pre_hook(lambda *_: self.reach(f"backward pre-hook of {name}"))
+        module.register_full_backward_hook(lambda *_: self.reach(f"backward hook of {name}"))
+
+    def watch_output(self, name: str, output: Any) -> None:
+        self.reach(f"forward hook of {name}")
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda _: self.reach(f"tensor hook on the output of {name}"))
+
+    def watch_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.register_step_pre_hook(lambda *_: self.reach(f"before the step of {name}"))
+        optimizer.register_step_post_hook(lambda *_: self.reach(f"after the step of {name}"))
+
+    def comm_hook(self, state: Any, *gradients: Tensor) -> None:
+        self.reach("before the comm hook's collective")
+        if len(gradients) == 1:
+            dist.all_reduce(gradients[0])
+        else:
+            dist.reduce_scatter_single(gradients[1], gradients[0])
+        self.reach("after the comm hook's collective")
+
+
+class WatchedWork:
+    """The handle of a collective, whose wait is a point of its own."""
+
+    def __init__(self, points: Points, name: str, work: Any) -> None:
+        self.points, self.name, self.work = points, name, work
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+        self.points.reach(f"wait for {self.name}")
+
+
+def watched_collective(points: Points, name: str) -> Callable[..., Any]:
+    original = getattr(dist, name)
+
+    def collective(*arguments: Any, **options: Any) -> Any:
+        points.reach(f"before {name}")
+        work = original(*arguments, **(options | {"async_op": True}))
+        try:
+            points.reach(f"after {name}")
+        except BaseException:
+            work.wait()  # the ranks' collectives stay paired
+            raise
+        return WatchedWork(points, name, work)
+
+    return collective
+
+
+@contextmanager
+def watched_collectives(points: Points) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+            patch.setattr(dist, name, watched_collective(points, name))
+        yield
+
+
+@contextmanager
+def every_call(points: Points) -> Iterator[None]:
+    """Each call and return of Python code, and each call that Python makes of C: where a signal's handler can raise."""
+
+    def on_event(frame: Any, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename != __file__:
+            points.reach(f"{event} in {frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code}")
+
+    sys.setprofile(on_event)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)

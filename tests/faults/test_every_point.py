@@ -1,0 +1,189 @@
+"""An exception at any point of a step leaves nothing behind: each point of a step raises in turn.
+
+After each the memory is as before, and a forward and backward give the bits that they gave before any exception; at the
+end some steps are compared with those of a model that met none. Both ranks raise at the same point. Only every 11th
+point is tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.faults.points import Points, Trouble, every_call, watched_collectives
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+from tests.storage import live_nbytes, settled_nbytes
+
+STRIDE = 1 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 11
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "full_shard-flat": {"use_orig_params": False},
+    "shard_grad_op": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "forward_prefetch": True},
+    "no_shard": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "mixed": {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16), "limit_all_gathers": False},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True), "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "comm_hook": {"comm_hook": True},
+    "frozen": {"frozen": True},
+    "checkpointed": {"checkpoint": True},
+    "no_sync": {"no_sync": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+}
+
+
+class Watched:
+    """A small model with points everywhere, and a batch that is always the same."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        watch: bool = True,
+        frozen: bool = False,
+        comm_hook: bool = False,
+        checkpoint: bool = False,
+        no_sync: bool = False,
+        **arguments: Any,
+    ) -> None:
+        from fsdp_c import FullyShardedDataParallel
+
+        torch.manual_seed(5)
+        plain = Net(blocks=2)
+        plain.blocks[0].requires_grad_(not frozen)
+        if checkpoint:
+            plain.blocks[1].up = checkpoint_wrapper(plain.blocks[1].up)
+        self.points = Points()
+        self.no_sync = no_sync
+        self.model = FullyShardedDataParallel(
+            plain,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=torch.device("cpu"),
+            **({"use_orig_params": True} | arguments),
+        )
+        if comm_hook:
+            self.model.register_comm_hook(None, self.points.comm_hook)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        if watch:
+            self.watch()
+        self.batch = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+        self.batch.requires_grad_(frozen)
+
+    def watch(self) -> None:
+        self.points.watch_optimizer("the optimizer", self.optimizer)
+        for name, module in self.model.named_modules():
+            if not isinstance(module, torch.nn.ModuleList):
+                self.points.watch_module(name or "the root", module)
+
+    def forward_and_backward(self) -> Tensor:
+        loss = self.model(self.batch).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    def whole_step(self) -> Tensor:
+        if self.no_sync:
+            with self.model.no_sync():
+                self.forward_and_backward()
+        return self.forward_and_backward()
+
+    def result(self) -> list[Tensor]:
+        """The loss and the gradients of a step; none is kept."""
+        results = [self.whole_step()]
+        results += [param.grad.clone() for param in self.model.parameters() if param.grad is not None]
+        self.forget()
+        return results
+
+    def forget(self) -> None:
+        self.optimizer.zero_grad()
+        self.batch.grad = None
+
+    def trained(self, steps: int = 3) -> list[Tensor]:
+        losses = []
+        for _ in range(steps):
+            losses.append(self.whole_step())
+            self.optimizer.step()
+            self.forget()
+        return losses + [param.detach().clone() for param in self.model.parameters()]
+
+
+def same(ones: list[Tensor], others: list[Tensor]) -> bool:
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def waiting_for_a_backward(run: Watched) -> int:
+    """What stays gathered between a forward and its backward, where no unit can know of an exception."""
+    output = run.model(run.batch)
+    nbytes = live_nbytes()
+    output.sum().backward()
+    run.forget()
+    return nbytes
+
+
+def raise_everywhere(
+    run: Watched,
+    step: Callable[[], Any],
+    around: Callable[[Points], Any],
+    error: type[BaseException],
+    every: int = STRIDE,
+) -> int:
+    """Raise at every point of ``step`` in turn, checking after each; the number of points."""
+    points = run.points
+    for _ in range(2):  # the second one finds what the first has set up
+        expected = run.result()
+        with points.raising_at(-1), around(points):
+            step()
+        run.forget()
+    names, before = list(points.names), live_nbytes()
+    waiting = waiting_for_a_backward(run)
+    kept: dict[str, Any] = {}
+    for number in range(0, len(names), every):
+        with points.raising_at(number, error), pytest.raises(error, match=f"at point {number}, "), around(points):
+            step()
+        run.forget()
+        if live_nbytes() not in (before, waiting):
+            kept[f"{number} {names[number]}"] = f"{live_nbytes()} bytes"
+        if not same(run.result(), expected):
+            kept[f"{number} {names[number]}"] = "another result"
+        if live_nbytes() != before:
+            kept[f"{number} {names[number]}"] = f"{live_nbytes()} bytes after the next step"
+    assert kept == {}
+    return len(names)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@on_ranks(2, label="faults")
+def test_an_exception_at_any_point_of_user_code_leaves_nothing_behind(
+    rank: int, world_size: int, scenario: str
+) -> None:
+    before = settled_nbytes()
+    run = Watched(rank, **SCENARIOS[scenario])
+    count = raise_everywhere(run, run.whole_step, watched_collectives, Trouble)
+    assert count > 60
+    assert same(run.trained(), Watched(rank, watch=False, **SCENARIOS[scenario]).trained())
+    del run
+    assert settled_nbytes() == before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("scenario", ["full_shard", "frozen"])
+@on_ranks(2, label="faults")
+def test_an_interrupt_between_any_two_calls_of_a_step_leaves_nothing_behind(
+    rank: int, world_size: int, scenario: str, error: type[BaseException]
+) -> None:
+    run = Watched(rank, watch=False, **SCENARIOS[scenario])
+    gc.collect()
+    gc.disable()  # a collection's callbacks would be points of one rank alone
+    try:
+        count = raise_everywhere(run, run.whole_step, every_call, error, STRIDE)
+    finally:
+        gc.enable()
+    assert count > 100
+    assert same(run.trained(), Watched(rank, watch=False, **SCENARIOS[scenario]).trained())
