@@ -51,7 +51,7 @@ def test_every_block_of_the_page_runs(tmp_path: Path) -> None:
     python, bash = of_language("python"), of_language("bash")
     assert PAGE.read_text().count("```") == 2 * len(python + bash)
     assert python and bash
-    assert pool(2).run(__name__, "run_python", {"folder": str(tmp_path)}) == [len(python)] * 2
+    assert pool(2).run(__name__, "run_python", {"folder": str(tmp_path)}, timeout_s=120) == [len(python)] * 2
     for block in bash:
         run_bash(block, tmp_path)
 

@@ -77,12 +77,21 @@ def test_script_keeps_its_flags_and_status_and_the_processes_it_spawns_train_wit
 FAILING = "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"
 
 
-def test_module_is_run_as_python_runs_it(tmp_path: Path) -> None:
+def test_module_is_run_as_python_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process: what it raises is raised, also where it looks like a module that is not there."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    (tmp_path / "package" / "train.py").write_text(
-        "import sys\nprint(__name__, __package__, sys.argv)\nimport nowhere\n"
-    )
-    done = call("run", "-m", "package.train", "--lr", "1", cwd=tmp_path)
-    assert done.stdout.strip() == f"__main__ package ['{tmp_path}/package/train.py', '--lr', '1']"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "ModuleNotFoundError: No module named 'nowhere'")
+    (tmp_path / "package" / "train.py").write_text(FAILING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    try:
+        with pytest.raises(ModuleNotFoundError, match="No module named 'nowhere'"):
+            cli.main(["run", "-m", "package.train", "--lr", "1"])
+        assert interop.is_installed()
+    finally:
+        interop.uninstall()
+        sys.modules.pop("package", None)
+    assert capsys.readouterr().out.strip() == f"__main__ package ['{tmp_path}/package/train.py', '--lr', '1']"
