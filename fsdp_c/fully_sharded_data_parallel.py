@@ -716,7 +716,9 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
         ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole tensors, on
         rank 0 alone with ``rank0_only`` ({} on the others); the other types this rank's rows, as ShardedTensor or,
-        where the model has a mesh, DTensor. No tensor is shared with the optimizer.
+        where the model has a mesh, DTensor. No tensor is shared with the optimizer. State of a parameter that is a
+        DTensor over a tensor parallel mesh is one too: FULL_STATE_DICT gives it over that mesh, and ``rank0_only`` on
+        the first data parallel rank of each tensor parallel rank; ``group`` defaults to the data parallel group.
 
         Raises IndexError for a model without units, RuntimeError where a rank lacks state that it should have,
         ValueError for state that is not of its parameter's shape, AssertionError where scalars differ between ranks.
@@ -736,6 +738,8 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
         It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With ``rank0_only``
         only rank 0 passes one. ``load_directly`` loads it as well. ``optim_state_dict`` stays as it is. Collective.
+        State of a DTensor may be a DTensor or a whole tensor. With tensor parallelism and ``rank0_only`` either the
+        first data parallel rank of each tensor parallel rank passes what it saved, or rank 0 alone whole tensors.
 
         Raises ValueError for a dict without "state" or values that do not fit their parameters.
         """

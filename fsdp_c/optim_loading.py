@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import rank0_partition, redistribute
 from fsdp_c.sharded_values import ParamForm, by_group, param_forms, rows_of_value, shards_of_rows, to_memory_order
 from fsdp_c.state_dict_saving import split_shard
+from fsdp_c.tensor_parallel import full_shape, local_part
+
+T = TypeVar("T")
 
 
 class LoadOptions(NamedTuple):
@@ -51,6 +54,8 @@ def load_optim_state(
     ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit.
     """
     source = None
+    if options.rank0_only and params.data_parallel_group is not None:
+        options = options._replace(group=_group_with_source(params.data_parallel_group, osd))
     if options.rank0_only:
         source = osd if dist.get_rank(options.group) == 0 else None
         osd = _broadcast_structure(source, options.group)
@@ -74,6 +79,26 @@ def _broadcast_structure(osd: dict[str, Any] | None, group: dist.ProcessGroup | 
     dist.broadcast_object_list(told, src=_rank_0(group), group=group)
     assert told[0] is not None
     return told[0]
+
+
+def _group_with_source(group: dist.ProcessGroup, osd: dict[str, Any]) -> dist.ProcessGroup | None:
+    """Where parameters are DTensors: the data parallel group if its rank 0 has the state dict on every tensor parallel
+    rank, as it was saved; all ranks if only the first of all has one, of whole tensors. Collective over all ranks."""
+    shown = any(isinstance(value, DTensor) for state in osd.get("state", {}).values() for value in _values(state))
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (group.rank() == 0, "state" in osd and bool(osd["state"]), shown))
+    if all(has for is_root, has, _ in told if is_root):
+        return group
+    if told[0][2]:
+        raise ValueError(
+            "rank 0 alone has the optimizer state dict, with DTensors in it, which are parts of tensors: pass what was "
+            "saved on the first data parallel rank of each tensor parallel rank, or whole tensors"
+        )
+    return None
+
+
+def _values(state: Any) -> Iterable[Any]:
+    return state.values() if isinstance(state, dict) else ()
 
 
 def _rank_0(group: dist.ProcessGroup | None) -> int:
@@ -109,10 +134,16 @@ def _targets(params: OptimParams, states: dict[str, Any]) -> list[_Target]:
             if not _is_tensor(value):
                 continue
             shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            if shape != form.shape:
+            expected = full_shape(form.param_extension, form.shape)
+            if shape != expected:
                 raise ValueError(
                     f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
-                    f"{tuple(shape)}, the parameter {tuple(form.shape)}"
+                    f"{tuple(shape)}, the parameter {tuple(expected)}"
+                )
+            if form.param_extension is not None and isinstance(value, ShardedTensor):
+                raise ValueError(
+                    f"{name!r} of {fqn} is a ShardedTensor, whose rows are not those of a tensor parallel parameter: "
+                    "save DTensors, from a model with a device_mesh, or whole tensors"
                 )
             targets.append(_Target(known.unit, form, fqn, name, value))
     return targets
@@ -123,17 +154,33 @@ def _shards(
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     """By FQN and state name, this rank's part of each tensor: 1-D, or whole where the unit shards nothing."""
     remote = [target for target in targets if isinstance(target.value, _OnRank0)]
-    sharded = [target for target in targets if isinstance(target.value, (ShardedTensor, DTensor))]
+    parallel = [target for target in targets if _is_parallel(target)]
+    sharded = [t for t in targets if isinstance(t.value, (ShardedTensor, DTensor)) and not _is_parallel(t)]
     yield from _shards_from_rank_0(remote, source, options.group)
+    yield from _parallel_shards(parallel)
     by_unit = _by_unit(sharded)
     for group, units in by_group(by_unit):
         members = [target for unit in units for target in by_unit[unit]]
-        rows = _agreed_rows(members, group)
+        rows = _agreed(_rows, members, group)
         for target, shard in zip(members, shards_of_rows(rows, group, units[0].compute_device), strict=True):
             yield (target.fqn, target.state_name), shard
     for target in targets:
         if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor)):
             yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
+
+
+def _is_parallel(target: _Target) -> bool:
+    """Whether the value is a DTensor that may be sharded over a tensor parallel mesh."""
+    return isinstance(target.value, DTensor) and target.unit._fsdp_extension is not None
+
+
+def _parallel_shards(targets: Sequence[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Collective over the meshes of the values."""
+    by_unit = _by_unit(targets)
+    for group, units in by_group(by_unit):
+        _agreed(lambda _: None, [target for unit in units for target in by_unit[unit]], group)
+    for target in targets:
+        yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
 
 
 def _by_unit(targets: Iterable[_Target]) -> dict[Any, list[_Target]]:
@@ -143,12 +190,16 @@ def _by_unit(targets: Iterable[_Target]) -> dict[Any, list[_Target]]:
     return found
 
 
-def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamForm, Tensor]]:
-    """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
+def _rows(target: _Target) -> tuple[ParamForm, Tensor]:
+    return target.form, rows_of_value(target.value, target.fqn, target.unit, target.form).detach()
+
+
+def _agreed(function: Callable[[_Target], T], targets: Sequence[_Target], group: dist.ProcessGroup) -> list[T]:
+    """``function`` of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
     known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
-    error, rows = None, []
+    error, result = None, []
     try:
-        rows = [(t.form, rows_of_value(t.value, t.fqn, t.unit, t.form).detach()) for t in targets]
+        result = [function(target) for target in targets]
     except AssertionError as found:
         error = found
     told = _tell((hashlib.blake2b(repr(known).encode(), digest_size=16).digest(), error), group)
@@ -159,7 +210,7 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
         raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {one}")
     if len({digest for digest, _ in told.values()}) > 1:
         raise ValueError(_difference({rank: set(one) for rank, one in _tell(known, group).items()}))
-    return rows
+    return result
 
 
 def _dtype(value: ShardedTensor | DTensor) -> torch.dtype:
@@ -183,6 +234,7 @@ def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
 
 
 def _own_part(target: _Target, value: Tensor) -> Tensor:
+    value = local_part(value, target.form.param_extension)
     if not target.unit._handle.layout.sharded:
         return value.clone()
     start, end = target.form.shard.bounds(target.unit.rank)
@@ -209,8 +261,13 @@ def _shards_from_rank_0(
             yield (target.fqn, target.state_name), shard
     for target in targets:
         if target.unit not in direct:
-            whole = _broadcast(target.value, _value_of(target, source), target.unit.compute_device, group)
+            whole = _broadcast(target.value, _whole_on_rank_0(target, source), target.unit.compute_device, group)
             yield (target.fqn, target.state_name), _own_part(target, whole)
+
+
+def _whole_on_rank_0(target: _Target, source: dict[str, Any] | None) -> Tensor | None:
+    value = _value_of(target, source)
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _value_of(target: _Target, source: dict[str, Any] | None) -> Tensor | None:
@@ -221,7 +278,7 @@ def _flat_on_rank_0(target: _Target, source: dict[str, Any] | None) -> Tensor:
     value = _value_of(target, source)
     if value is None:
         return torch.empty(0, dtype=target.value.dtype)
-    return to_memory_order(value.detach(), target.form.order)
+    return to_memory_order(local_part(value.detach(), target.form.param_extension), target.form.order)
 
 
 def _broadcast(what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:

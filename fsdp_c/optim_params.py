@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import common
@@ -38,11 +39,6 @@ class OptimParams:
         if any(unit._use_orig_params != self.use_orig_params for _, unit in units):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.units = [unit for _, unit in units if unit._handle is not None]
-        if any(is_parallel(unit._handle) for unit in self.units):
-            raise NotImplementedError(
-                "optimizer state of tensor parallel parameters has no form by names yet: save optimizer.state_dict() "
-                "of each rank, and load it on the same mesh"
-            )
         managed = self._managed(units)
         self.raw_names = dict(model.named_parameters())
         self.by_param = {
@@ -65,6 +61,11 @@ class OptimParams:
                 name = clean_name(joined(path, "_flat_param"))
                 found[flat_param] = OptimParam(name, tuple(fqns), unit, tuple(range(len(fqns))))
         return found
+
+    @functools.cached_property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group whose ranks hold the same part of parameters over a tensor parallel mesh; None without one."""
+        return next((unit.process_group for unit in self.units if is_parallel(unit._handle)), None)
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, tuple[nn.Parameter, OptimParam]]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_c import tensor_parallel
 from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import gather, join_ranges
 from fsdp_c.sharded_values import (
@@ -276,10 +277,14 @@ def _tensors(
     whole = [unit for unit in params.units if not unit._handle.layout.sharded]
     for unit in whole:
         for piece in pieces[unit]:
-            values[piece.fqn, piece.state_name] = _own_copy(piece, options)
+            values[piece.fqn, piece.state_name] = _shown(unit, piece, piece.data.clone(), options)
     sharded = [unit for unit in params.units if unit._handle.layout.sharded and pieces[unit]]
-    values.update(_rows(sharded, pieces, options) if options.shard_state else _wholes(sharded, pieces, options))
-    return values
+    if not options.shard_state:
+        return values | _wholes(sharded, pieces, options)
+    for unit in sharded:
+        if unit._fsdp_extension is not None:
+            values.update(_parallel_rows(unit, pieces, options))
+    return values | _rows([unit for unit in sharded if unit._fsdp_extension is None], pieces, options)
 
 
 def _by_unit(held: Iterable[OptimParam]) -> list[tuple[Any, list[OptimParam]]]:
@@ -302,8 +307,19 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     ]
 
 
-def _own_copy(piece: _Piece, options: SaveOptions) -> Tensor:
-    return piece.data.to("cpu", copy=True) if options.cpu_offload else piece.data.clone()
+def _shown(unit: Any, piece: _Piece, whole: Tensor, options: SaveOptions) -> Tensor:
+    """A whole tensor of local shape as the parameter is, which may be a DTensor over the tensor parallel mesh."""
+    value = tensor_parallel.shown(whole, piece.form.param_extension, unit._fsdp_extension)
+    return value.cpu() if options.cpu_offload else value
+
+
+def _parallel_rows(unit: Any, pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
+    """This rank's rows as DTensors over all dimensions of the mesh (F-032). Collective over all of them."""
+    wholes = _wholes([unit], pieces, options._replace(cpu_offload=False))
+    rows = {
+        key: unit._fsdp_extension.chunk_dtensor(whole, unit.rank, unit._device_mesh) for key, whole in wholes.items()
+    }
+    return {key: own.cpu() for key, own in rows.items()} if options.cpu_offload else rows
 
 
 def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
@@ -318,21 +334,21 @@ def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOp
 def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
     values: dict[tuple[str, str], Any] = {}
     for group, members in by_group(units):
-        items = [piece for unit in members for piece in pieces[unit]]
+        items = [(unit, piece) for unit in members for piece in pieces[unit]]
         largest = max(unit._handle.layout.padded_numel * 4 for unit in members)
         flats = gather(
-            (piece.data for piece in items),
-            [piece.form.shard for piece in items],
+            (piece.data for _, piece in items),
+            [piece.form.shard for _, piece in items],
             group,
             device=members[0].compute_device,
-            shapes=[piece.form.memory_shape for piece in items],
+            shapes=[piece.form.memory_shape for _, piece in items],
             rank0_only=options.rank0_only,
             batch_nbytes=max(largest, FULL_BATCH_NBYTES),
         )
-        for piece, flat in zip(items, flats, strict=True):
+        for (unit, piece), flat in zip(items, flats, strict=True):
             if flat is not None and options.returns_state:
                 whole = dims_from_memory(flat, piece.form.order)
-                values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
+                values[piece.fqn, piece.state_name] = _shown(unit, piece, whole, options)
     return values
 
 

@@ -26,7 +26,7 @@ def optim_state_dict(model: nn.Module, optim: Any, osd: dict[str, Any] | None, g
         rank0_only=getattr(config, "rank0_only", False),
         shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
         cpu_offload=getattr(config, "offload_to_cpu", True),
-        group=group,
+        group=group or params.data_parallel_group,
     )
     return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
 
@@ -94,15 +94,17 @@ def full_optim_state_dict(
     """See FullyShardedDataParallel.full_optim_state_dict."""
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
-    return _save(
-        OptimParams(model), optim, optim.state_dict(), optim_input, SaveOptions(rank0_only, False, True, group)
-    )
+    params = OptimParams(model)
+    options = SaveOptions(rank0_only, False, True, group or params.data_parallel_group)
+    return _save(params, optim, optim.state_dict(), optim_input, options)
 
 
 def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any) -> dict[str, Any]:
     """See FullyShardedDataParallel.sharded_optim_state_dict."""
     _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
-    return _save(OptimParams(model), optim, optim.state_dict(), None, SaveOptions(False, True, True, group))
+    params = OptimParams(model)
+    options = SaveOptions(False, True, True, group or params.data_parallel_group)
+    return _save(params, optim, optim.state_dict(), None, options)
 
 
 def shard_full_optim_state_dict(full: dict[str, Any], model: nn.Module, optim_input: Any, optim: Any) -> dict[str, Any]:

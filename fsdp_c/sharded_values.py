@@ -37,6 +37,7 @@ class ParamForm(NamedTuple):
     rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
     memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
     own_rows: tuple[int, ...]  # so of this rank's rows
+    param_extension: Any  # what makes it a DTensor over the tensor parallel mesh, of which ``shape`` is local; or None
 
 
 def param_forms(unit: Any) -> list[ParamForm]:
@@ -57,9 +58,8 @@ def _param_forms(unit: Any) -> list[ParamForm]:
         rows = chunk_partition(shape, unit.world_size) if by_rows else None
         memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
         own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, unit.rank) if rows else 0))
-        forms.append(
-            ParamForm(fqn, torch.Size(shape), order, shard_partition(layout, index), rows, memory_shape, own_rows)
-        )
+        shard, extension = shard_partition(layout, index), flat_param._param_extensions[index]
+        forms.append(ParamForm(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, extension))
     return forms
 
 

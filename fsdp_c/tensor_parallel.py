@@ -13,8 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 Views = tuple[Tensor, ...]
 
@@ -68,12 +70,50 @@ def full_shape(param_extension: Any, local_shape: torch.Size) -> torch.Size:
     return torch.Size(getattr(param_extension, "shape", local_shape))
 
 
+def offsets_of_local(param_extension: Any) -> tuple[int, ...]:
+    """Where this rank's part begins in a parameter over the tensor parallel mesh."""
+    spec = param_extension
+    _, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(offsets)
+
+
 def like(value: Any, shown: Any) -> Any:
     """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's DTensor."""
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
     # All ranks have the same value: none sends it.
     return distribute_tensor(value, shown.device_mesh, shown.placements, src_data_rank=None)
+
+
+def shown(value: Tensor, param_extension: Any, extension: Any) -> Tensor:
+    """A tensor of a parameter's local shape as the parameter itself is shown: a DTensor where that is one."""
+    return value if param_extension is None else extension.post_unflatten_transform(value, param_extension)
+
+
+def local_part(value: Tensor, param_extension: Any) -> Tensor:
+    """The inverse of ``shown`` for any value of a parameter's full shape: a plain one, or a DTensor.
+
+    Collective over the mesh of a DTensor that is sharded otherwise than the parameter is over the tensor parallel mesh.
+    """
+    if not isinstance(value, DTensor):
+        spec = param_extension
+        return (
+            value
+            if spec is None
+            else distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)._local_tensor
+        )
+    if param_extension is None:
+        return value.full_tensor()
+    if not _is_inner(param_extension.mesh, value.device_mesh):
+        return local_part(value.full_tensor(), param_extension)
+    outer = [Replicate()] * (value.device_mesh.ndim - param_extension.mesh.ndim)
+    return value.redistribute(placements=[*outer, *param_extension.placements]).to_local()
+
+
+def _is_inner(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether ``mesh`` is the last dimensions of ``other``, or all of it."""
+    names = other.mesh_dim_names
+    return other == mesh or (names is not None and names[-mesh.ndim :] == mesh.mesh_dim_names)
 
 
 def is_parallel(handle: Any) -> bool:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C, common
-from fsdp_c.checkpoint.values import RangeTensor, whole_value
+from fsdp_c.checkpoint.values import Part, RangeTensor, whole_value
 from fsdp_c.sharded_values import ParamForm
 from fsdp_c.state_dict_saving import split_shard
+from fsdp_c.tensor_parallel import full_shape, offsets_of_local
 from fsdp_c.traversal import FLAT_PARAM, clean_name, is_unit, units_with_paths
 from fsdp_c.unshard_params import check_idle
 
@@ -26,7 +27,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any exchange of parameters,
     and its ``load`` loads into the model, whatever the number of ranks and the wrapping were. Not collective.
 
-    Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for DTensors.
+    Of a parameter that is a DTensor over a tensor parallel mesh the ``RangeTensor`` has the full shape, and elements of
+    this rank's part of it.
+
+    Raises AssertionError inside forward, backward or ``summon_full_params``, NotImplementedError for DTensors that no
+    unit manages.
     """
     return _model_state(model, as_saved=False)
 
@@ -62,7 +67,11 @@ def _settle(unit: Any) -> None:
 def part_value(unit: Any, form: ParamForm, part: Tensor) -> RangeTensor:
     """A parameter of a unit, or state of it, of which this rank holds ``part``."""
     start = form.shard.bounds(unit.rank)[0] if unit._handle.layout.sharded else 0
-    return RangeTensor(part, form.shape, start, form.order)
+    extension = form.param_extension
+    if extension is None:
+        return RangeTensor(part, form.shape, start, form.order)
+    box = Part(tuple(form.shape), offsets_of_local(extension))
+    return RangeTensor(part, full_shape(extension, form.shape), start, form.order, box)
 
 
 def _params_of_unit(path: str, unit: Any) -> Iterator[tuple[tuple[nn.Module, str], RangeTensor]]:
@@ -112,8 +121,8 @@ def _in_order(
 def _plain(name: str, tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         raise NotImplementedError(
-            f"{name} is a DTensor: fsdp_c.checkpoint does not hold tensor-parallel parameters yet; save "
-            "StateDictType.SHARDED_STATE_DICT with torch.distributed.checkpoint"
+            f"{name} is a DTensor that no unit manages: fsdp_c.checkpoint holds those that units shard; wrap its "
+            "module, or save state_dict() with torch.distributed.checkpoint"
         )
     return whole_value(tensor)
 

@@ -18,8 +18,9 @@ from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value
 from fsdp_c.checkpoint.values import whole_value
 from fsdp_c.optim_params import OptimParam, OptimParams
-from fsdp_c.sharded_values import param_forms
+from fsdp_c.sharded_values import ParamForm, param_forms, to_memory_order
 from fsdp_c.state_dict_saving import split_shard
+from fsdp_c.tensor_parallel import full_shape
 from fsdp_c.traversal import clean_name, units_of
 
 
@@ -87,10 +88,17 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: Any) -> Ite
     elif known.unit._use_orig_params:
         form = param_forms(known.unit)[known.indices[0]]
         if _holds_elements(known):
-            yield known.fqns[0], whole_value(value) if value.dim() > 1 else part_value(known.unit, form, value)
+            yield known.fqns[0], _own_value(known.unit, form, value)
     else:
         for fqn, (form, part) in zip(known.fqns, split_shard(known.unit, value), strict=True):
             yield fqn, part_value(known.unit, form, part)
+
+
+def _own_value(unit: Any, form: ParamForm, value: Tensor) -> Tensor:
+    """State of an original parameter: of an unsharded one it has the parameter's dimensions."""
+    if value.dim() > 1 and form.param_extension is None:
+        return whole_value(value)
+    return part_value(unit, form, value if value.dim() <= 1 else to_memory_order(value, form.order))
 
 
 def _holds_elements(known: OptimParam) -> bool:
@@ -188,12 +196,12 @@ class OptimTarget:
         elif known.unit._use_orig_params:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             form = param_forms(known.unit)[known.indices[0]]
-            self._expect_shape(keys[0], form.shape)
-            self.tensors[keys[0]] = whole_value(value) if value.dim() > 1 else part_value(known.unit, form, value)
+            self._expect_shape(keys[0], form)
+            self.tensors[keys[0]] = _own_value(known.unit, form, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
             for key, (form, part) in zip(keys, split_shard(known.unit, value), strict=True):
-                self._expect_shape(key, form.shape)
+                self._expect_shape(key, form)
                 self.tensors[key] = part_value(known.unit, form, part)
         return value
 
@@ -216,8 +224,8 @@ class OptimTarget:
                         self._scalar_names.add(name)
         return self._scalar_names
 
-    def _expect_shape(self, key: str, shape: torch.Size) -> None:
-        entry = self.checkpoint.entries[key]
+    def _expect_shape(self, key: str, form: ParamForm) -> None:
+        entry, shape = self.checkpoint.entries[key], full_shape(form.param_extension, form.shape)
         assert isinstance(entry, TensorEntry)
         if entry.shape != tuple(shape):
             raise ValueError(f"{key} has shape {entry.shape} in {self.checkpoint.folder}, the parameter {tuple(shape)}")

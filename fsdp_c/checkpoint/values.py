@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,13 @@ Offsets = tuple[int, ...]
 Order = tuple[int, ...] | None
 
 
+class Part(NamedTuple):
+    """An n-D box of a tensor."""
+
+    shape: tuple[int, ...]
+    offsets: Offsets
+
+
 class RangeTensor(Tensor):
     """A tensor of which this rank holds the elements [start, start + local.numel()), in memory order, in ``local``.
 
@@ -35,15 +43,25 @@ class RangeTensor(Tensor):
     local: Tensor
     start: int
     order: Order
+    part: Part
 
     @staticmethod
-    def __new__(cls, local: Tensor, shape: Sequence[int], start: int, order: Order = None) -> RangeTensor:
-        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor."""
+    def __new__(
+        cls, local: Tensor, shape: Sequence[int], start: int, order: Order = None, part: Part | None = None
+    ) -> RangeTensor:
+        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor.
+
+        ``part``: where the range is one of a part of the tensor only, as under tensor parallelism, that part.
+        """
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
         made.local, made.start, made.order = local.detach(), start, order
+        made.part = part or Part(tuple(shape), (0,) * len(shape))
         return made
+
+    def _with(self, local: Tensor, shape: Sequence[int]) -> RangeTensor:
+        return RangeTensor(local, shape, self.start, self.order, self.part)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -53,10 +71,10 @@ class RangeTensor(Tensor):
         moves = (aten.detach.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default)
         if func in moves and isinstance(args[0], cls):
             value = args[0]
-            return cls(func(value.local, *args[1:], **(kwargs or {})), value.shape, value.start, value.order)
+            return value._with(func(value.local, *args[1:], **(kwargs or {})), value.shape)
         if func is aten.new_empty.default:
             empty = args[0].local.new_empty(args[0].local.shape, **(kwargs or {}))
-            return cls(empty, args[1], args[0].start, args[0].order)
+            return args[0]._with(empty, args[1])
         if func is aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
             args[0].local.copy_(args[1].local, **(kwargs or {}))
             return args[0]
@@ -70,7 +88,7 @@ class RangeTensor(Tensor):
         return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
 
     def __deepcopy__(self, memo: Any) -> RangeTensor:
-        return RangeTensor(self.local.clone(), self.shape, self.start, self.order)
+        return self._with(self.local.clone(), self.shape)
 
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
@@ -78,7 +96,8 @@ class RangeTensor(Tensor):
         numel = self.local.numel()
         if not numel and math.prod(self.shape):
             return {}
-        return dict(boxes_of(self.local, self.shape, self.start, self.order))
+        boxes = boxes_of(self.local, self.part.shape, self.start, self.order)
+        return {tuple(map(operator.add, offsets, self.part.offsets)): box for offsets, box in boxes}
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
         """DCP's protocol: what this rank writes."""

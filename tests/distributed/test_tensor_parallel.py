@@ -5,8 +5,11 @@ Bitwise equality with torch's FSDP1 where that works, and an unsharded reference
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
+import shutil
+import tempfile
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +19,29 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
 from tests import tensor_parallel as tp
 from tests.parity.engine import (
     STEPS,
@@ -568,8 +586,161 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(
         assert_close(plain().state_dict(), {name: full(value) for name, value in full_state(other).items()})
 
 
+# ------------------------------------------------------------------ optimizer state
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: range, data_rank: int) -> list[Tensor]:
+    """The losses, and the parameters at the end."""
+    record = []
+    for index in steps:
+        loss = loss_of(model, data_rank, index)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        record.append(loss.detach())
+    return record + list(full_params(model).values())
+
+
+def reference_optimizer_state() -> dict[str, dict[str, Any]]:
+    """Of the plain model after two steps, by names."""
+    model = plain()
+    optimizer = adam(model)
+    for index in range(2):
+        reference_backward(model, (index,))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: optimizer.state[param] for name, param in model.named_parameters()}
+
+
+def assert_is_reference(state: dict[str, dict[str, Any]]) -> None:
+    expected = reference_optimizer_state()
+    assert sorted(state) == sorted(expected)
+    for name, values in expected.items():
+        assert_close(dict(sorted(values.items())), {key: full(value) for key, value in sorted(state[name].items())})
+
+
+OPTIM_CONFIGS = {
+    "full": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=False)),
+    "rank0": (StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)),
+    "sharded": (StateDictType.SHARDED_STATE_DICT, ShardedOptimStateDictConfig()),
+}
+
+
+def with_kind(model: Any, kind: str) -> Any:
+    of_type, config = OPTIM_CONFIGS[kind]
+    return FSDP.state_dict_type(model, of_type, optim_state_dict_config=config)
+
+
+@pytest.mark.parametrize("kind", OPTIM_CONFIGS)
+@pytest.mark.parametrize(("strategy", "plan"), [("FULL_SHARD", "sequence"), ("FULL_SHARD", "mlp"), ("NO_SHARD", "mlp")])
+@both_views
 @on_ranks(4)
-def test_optimizer_state_by_names_is_refused(rank: int, world_size: int) -> None:
-    model = wrap(tp.parallelized(plain(), "mlp"), use_orig_params=True)
-    with pytest.raises(NotImplementedError, match="optimizer state of tensor parallel parameters"):
-        FSDP.optim_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+def test_optimizer_state_is_right_and_training_continues_bitwise(
+    rank: int, world_size: int, plan: str, use_orig_params: bool, strategy: str, kind: str
+) -> None:
+    """Parity 24: where torch loads other values into parameters that are sharded over both dimensions."""
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model = wrap(tp.parallelized(plain(), plan), **options)
+    optimizer = adam(model)
+    train(model, optimizer, range(2), rank // 2)
+    with with_kind(model, kind):
+        state = FSDP.optim_state_dict(model, optimizer)
+    if kind == "rank0" and rank // 2:
+        assert state == {}
+    else:
+        up = state["state"]["layers.0.up.weight"]["exp_avg"]
+        is_sharded = (kind, strategy) == ("sharded", "FULL_SHARD")
+        assert up.placements == ((Shard(0), Shard(0)) if is_sharded else (Shard(0),))
+        assert_is_reference(state["state"])
+    values = full_params(model)
+    other = wrap(tp.parallelized(plain(9), plan), **options)
+    load(other, {name: full(value) for name, value in full_state(model).items()})
+    assert_close(values, full_params(other))
+    other_optimizer = adam(other)
+    with with_kind(other, kind):
+        FSDP.optim_state_dict_to_load(other, other_optimizer, state, load_directly=True)
+    expected = train(model, optimizer, range(2, 4), rank // 2)
+    found = train(other, other_optimizer, range(2, 4), rank // 2)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+DCP_OPTIONS = {
+    "sharded": StateDictOptions(),
+    "sharded_flat": StateDictOptions(flatten_optimizer_state_dict=True, cpu_offload=True),
+    "full": StateDictOptions(full_state_dict=True),
+    "broadcast": StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
+}
+
+
+@pytest.mark.parametrize("kind", DCP_OPTIONS)
+@both_views
+@on_ranks(4)
+def test_dcp_state_dict_of_model_and_optimizer_continues_bitwise(
+    rank: int, world_size: int, use_orig_params: bool, kind: str
+) -> None:
+    options = DCP_OPTIONS[kind]
+    model = wrap(tp.parallelized(plain(), "sequence"), use_orig_params=use_orig_params)
+    other = wrap(tp.parallelized(plain(9), "sequence"), use_orig_params=use_orig_params)
+    optimizer, other_optimizer = adam(model), adam(other)
+    train(model, optimizer, range(2), rank // 2)
+    with mock.patch("torch.distributed.checkpoint.state_dict.FSDP", FSDP):
+        model_state, optim_state = get_state_dict(model, optimizer, options=options)
+        if kind == "broadcast":
+            assert (len(model_state) > 0) == (rank == 0)
+        set_model_state_dict(other, model_state, options=options)
+        set_optimizer_state_dict(other, other_optimizer, optim_state, options=options)
+    expected = train(model, optimizer, range(2, 4), rank // 2)
+    found = train(other, other_optimizer, range(2, 4), rank // 2)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+@on_ranks(4)
+def test_optimizer_state_of_rank_0_alone_must_hold_whole_tensors(rank: int, world_size: int) -> None:
+    model = wrap(tp.parallelized(plain(), "mlp"))
+    optimizer = adam(model)
+    train(model, optimizer, range(2), rank // 2)
+    with with_kind(model, "full"):
+        state = FSDP.optim_state_dict(model, optimizer)
+    whole = {
+        name: {key: full(value) for key, value in values.items()} for name, values in sorted(state["state"].items())
+    }
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    with with_kind(model, "rank0"):
+        with pytest.raises(ValueError, match="rank 0 alone has the optimizer state dict, with DTensors"):
+            FSDP.optim_state_dict_to_load(model, optimizer, state if rank == 0 else {})
+        given = {"state": whole, "param_groups": state["param_groups"]} if rank == 0 else {}
+        found = FSDP.optim_state_dict_to_load(model, optimizer, given)["state"]
+    assert found.keys() == {key for key, values in expected.items() if values["exp_avg"].numel()}
+    for key, values in found.items():
+        assert_close(values, {name: expected[key][name] for name in values})
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@both_views
+@on_ranks(4)
+def test_checkpoint_continues_bitwise_and_loads_without_tensor_parallelism(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": ShardingStrategy[strategy]}
+    model = wrap(tp.parallelized(plain(), "sequence"), **options)
+    other = wrap(tp.parallelized(plain(9), "sequence"), **options)
+    unparallel = wrap(plain(9), device_mesh=None)
+    optimizer, other_optimizer, unparallel_optimizer = adam(model), adam(other), adam(unparallel)
+    train(model, optimizer, range(2), rank // 2)
+    folder = [tempfile.mkdtemp(prefix="checkpoint-")]
+    dist.broadcast_object_list(folder, src=0)
+    checkpoint.save(model, optimizer, folder[0])
+    checkpoint.load(other, other_optimizer, folder[0])
+    checkpoint.load(unparallel, unparallel_optimizer, folder[0])
+    dist.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    values = full_params(model)
+    assert all(torch.equal(values[name], value) for name, value in full_params(unparallel).items())
+    assert_is_reference(FSDP.optim_state_dict(unparallel, unparallel_optimizer)["state"])
+    expected = train(model, optimizer, range(2, 4), rank // 2)
+    found = train(other, other_optimizer, range(2, 4), rank // 2)
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
