@@ -221,6 +221,12 @@ class Unit:
     def post_backward_reshard(self) -> None:
         """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code that
         takes the place of ``_runtime_utils._post_backward_reshard``."""
+    def register_pre_backward_hooks(self, outputs: Any, /) -> None:
+        """After a forward: gather again when a gradient comes to a tensor in ``outputs``."""
+    def register_post_backward_hook(self) -> None:
+        """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs one."""
+    def handle_to_prefetch(self, training_state: int, /) -> Handle | None:
+        """The handle that is gathered ahead while this unit's is in ``training_state``, or None."""
     def set_summoning(self, summoning: bool, /) -> None:
         """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
 

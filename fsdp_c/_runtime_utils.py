@@ -1,7 +1,8 @@
 """Functions of the runtime under upstream's private names, in whose place outside code puts its own.
 
-The runtime in C does not call them. Where somebody assigns another function to one of these names, it calls that one,
-at the places and with the arguments of upstream, and what it wraps is what stands here (H-025).
+The runtime in C does not call them. Where somebody assigns another function to one of these names, here or, after
+``install()``, in ``torch.distributed.fsdp._runtime_utils``, it calls that one, at the places and with the arguments of
+upstream, and what it wraps is what stands here (H-025).
 """
 
 import sys
@@ -9,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from fsdp_c import _C
+from fsdp_c.api import HandleTrainingState
 
 
 def _reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
@@ -21,7 +23,50 @@ def _post_backward_reshard(state: Any, handle: Any, *unused: Any) -> None:
     state._unit.post_backward_reshard()
 
 
-_ORIGINALS = {"_reshard": _reshard, "_post_backward_reshard": _post_backward_reshard}
+def _register_pre_backward_hooks(state: Any, module: Any, outputs: Any, handle: Any) -> Any:
+    """After a forward: gather the unit's parameters again when a gradient comes to its outputs, which are returned."""
+    state._unit.register_pre_backward_hooks(outputs)
+    return outputs
+
+
+def _register_post_backward_hook(state: Any, handle: Any) -> None:
+    """In a forward, once gathered: reduce the unit's gradients when all have come. Without it none come."""
+    state._unit.register_post_backward_hook()
+
+
+def _get_training_state(handle: Any) -> HandleTrainingState:
+    """What the handle is used for now, which decides what is gathered ahead."""
+    return handle._training_state
+
+
+def _get_handle_to_prefetch(state: Any, current_handle: Any) -> Any:
+    """The handle to gather ahead while ``current_handle`` computes, or None."""
+    training_state = _current["_get_training_state"](current_handle)
+    return state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
+
+
+ORIGINALS = {
+    function.__name__: function
+    for function in (
+        _reshard,
+        _post_backward_reshard,
+        _register_pre_backward_hooks,
+        _register_post_backward_hook,
+        _get_training_state,
+        _get_handle_to_prefetch,
+    )
+}
+_current: dict[str, Any] = dict(ORIGINALS)
+
+
+def put(name: str, function: Any) -> None:
+    """Have the runtime call ``function`` in the place of what stands here under this name; the original undoes it."""
+    _current[name] = function
+    if name == "_get_training_state":  # which the runtime asks for through the function that decides on it
+        name = "_get_handle_to_prefetch"
+    called = {name, "_get_training_state"} if name == "_get_handle_to_prefetch" else {name}
+    is_replaced = any(_current[each] is not ORIGINALS[each] for each in called)
+    _C.replace(name, _current[name] if is_replaced else None)
 
 
 class Watched(ModuleType):
@@ -29,8 +74,8 @@ class Watched(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in _ORIGINALS:
-            _C.replace(name, None if value is _ORIGINALS[name] else value)
+        if name in ORIGINALS:
+            put(name, value)
 
 
 sys.modules[__name__].__class__ = Watched

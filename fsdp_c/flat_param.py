@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp._flat_param import HandleShardingStrategy
 
 from fsdp_c import _C, tensor_parallel
+from fsdp_c.api import HandleTrainingState
 from fsdp_c.construction import predivide_factor
 from fsdp_c.traversal import ParamInfo, Subtree, joined, unwrapped
 
@@ -298,6 +299,10 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         info = flat_param._param_infos[0]
         shown = info.module._parameters.get(info.param_name)
         return shown is not None and not isinstance(shown, nn.Parameter)
+
+    @property
+    def _training_state(self) -> HandleTrainingState:
+        return list(HandleTrainingState)[self.training_state]
 
     @property
     def _uses_param_mixed_precision(self) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp_c import _runtime_utils
 from fsdp_c.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.forward_methods import register_forward_method
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -48,11 +49,6 @@ def _root_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> 
     return args, kwargs
 
 
-def _reshard(state: Any, handle: Any, free_unsharded_flat_param: bool) -> None:
-    """... of ``_reshard``."""
-    handle.reshard(free_unsharded_flat_param)
-
-
 def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
     """... of ``_post_backward_final_callback``: also legal after a backward that raised."""
     if state._unit.runtime is not None:
@@ -75,7 +71,7 @@ _OURS: dict[tuple[str, str], Any] = {
     ("sharded_grad_scaler", "ShardedGradScaler"): ShardedGradScaler,
     ("_runtime_utils", "_lazy_init"): _lazy_init,
     ("_runtime_utils", "_root_pre_forward"): _root_pre_forward,
-    ("_runtime_utils", "_reshard"): _reshard,
+    **{("_runtime_utils", name): function for name, function in _runtime_utils.ORIGINALS.items()},
     ("_runtime_utils", "_post_backward_final_callback"): _post_backward_final_callback,
 }
 
@@ -127,6 +123,8 @@ def install() -> None:
         if id(value) in replacements:
             installed.written.append((module, name, value))
             setattr(module, name, replacements[id(value)][1])
+    # what is put in the place of the runtime's functions there from now on is called (H-025)
+    _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     installed.seen.update(sys.modules)
     _installed = installed
 
@@ -140,6 +138,9 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
+    _torchs_runtime_utils().__class__ = ModuleType
+    for name in _runtime_utils.ORIGINALS:  # one that is left in torch's module takes torch's place alone
+        _runtime_utils.put(name, getattr(_runtime_utils, name))
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:
         if id(vars(module).get(name)) in theirs:
@@ -148,6 +149,10 @@ def uninstall() -> None:
         if id(value) in theirs and module.__name__ not in _installed.seen and not _mentions_us(module):
             setattr(module, name, theirs[id(value)])
     _installed = None
+
+
+def _torchs_runtime_utils() -> ModuleType:
+    return importlib.import_module(f"{_FSDP}._runtime_utils")
 
 
 def _names_of_modules() -> list[tuple[ModuleType, str, Any]]:

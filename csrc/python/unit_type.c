@@ -108,7 +108,29 @@ static PyObject *post_backward_reshard(PyObject *self, PyObject *unused) {
     return none_or_error(unit->handle && unit->runtime ? unit_post_backward_reshard(unit) : 0);
 }
 
+static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
+    struct unit *unit = inside(self);
+    long state = PyLong_AsLong(value);
+    if (state == -1 && PyErr_Occurred())
+        return NULL;
+    struct unit *next = unit->handle && unit->runtime ? order_next(unit, (enum training_state)state) : NULL;
+    return Py_NewRef(next ? next->handle_object : Py_None);
+}
+
+static PyObject *register_post_backward_hook(PyObject *self, PyObject *unused) {
+    struct unit *unit = inside(self);
+    (void)unused;
+    return none_or_error(unit->handle ? unit_register_post_backward_hook(unit) : 0);
+}
+
+static PyObject *register_pre_backward_hooks(PyObject *self, PyObject *outputs) {
+    return none_or_error(unit_register_pre_backward_hooks(inside(self), outputs));
+}
+
 static PyMethodDef methods[] = {
+    {"handle_to_prefetch", handle_to_prefetch, METH_O, NULL},
+    {"register_post_backward_hook", register_post_backward_hook, METH_NOARGS, NULL},
+    {"register_pre_backward_hooks", register_pre_backward_hooks, METH_O, NULL},
     {"post_backward_reshard", post_backward_reshard, METH_NOARGS, NULL},
     {"unshard", unshard, METH_NOARGS, NULL},
     {"wait_unsharded", wait_unsharded, METH_NOARGS, NULL},

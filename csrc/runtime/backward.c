@@ -7,7 +7,7 @@
 /* ---- pre-backward ---- */
 
 static int prefetch_before_backward(struct unit *unit) {
-    if (unit->backward_prefetch != PREFETCH_BACKWARD_PRE)
+    if (unit->backward_prefetch != PREFETCH_BACKWARD_PRE && !replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
         return 0;
     PyObject *range = profile_begin("FullyShardedDataParallel._pre_backward_prefetch");
     int result = order_prefetch_backward(unit);
@@ -68,7 +68,7 @@ static int reshard_in_backward(struct unit *unit) {
 }
 
 static int prefetch_after_backward(struct unit *unit) {
-    if (unit->backward_prefetch != PREFETCH_BACKWARD_POST)
+    if (unit->backward_prefetch != PREFETCH_BACKWARD_POST && !replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
         return 0;
     PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_prefetch");
     int result = order_prefetch_backward(unit);

@@ -1,4 +1,5 @@
 /* Execution order and prefetch (D-110 to D-116). */
+#include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "torch/profile.h"
 
@@ -36,36 +37,87 @@ int order_record_post_forward(struct unit *unit) {
     return 0;
 }
 
+static bool can_prefetch(const struct unit *unit) {
+    return !unit->prefetched && unit->handle->param_state == PARAM_SHARDED;
+}
+
+static struct unit *next_forward(const struct unit *unit) {
+    struct runtime *runtime = unit->runtime;
+    int64_t here = unit->pre_forward_index, last = here + runtime->forward_prefetch_limit;
+    if (!unit->forward_prefetch || here < 0)
+        return NULL;
+    for (int64_t next = here + 1; next <= last && next < runtime->num_pre; next++)
+        if (can_prefetch(runtime->pre_order[next]))
+            return runtime->pre_order[next];
+    return NULL;
+}
+
+static struct unit *next_backward(const struct unit *unit) {
+    struct runtime *runtime = unit->runtime;
+    int64_t here = unit->post_forward_index, last = here - runtime->backward_prefetch_limit;
+    for (int64_t next = here - 1; next >= last && next >= 0; next--) {
+        struct unit *candidate = runtime->post_order[next];
+        if (candidate->needs_pre_backward_unshard && can_prefetch(candidate))
+            return candidate;
+    }
+    return NULL;
+}
+
+struct unit *order_next(const struct unit *unit, enum training_state state) {
+    if (state == USE_FORWARD)
+        return next_forward(unit);
+    if (state == USE_BACKWARD_PRE && unit->backward_prefetch == PREFETCH_BACKWARD_PRE)
+        return next_backward(unit);
+    if (state == USE_BACKWARD_POST && unit->backward_prefetch == PREFETCH_BACKWARD_POST)
+        return next_backward(unit);
+    return NULL;
+}
+
 static int prefetch(struct unit *candidate, int (*choose_precision)(struct unit *)) {
-    if (candidate->prefetched || candidate->handle->param_state != PARAM_SHARDED)
-        return 0;
     if (choose_precision(candidate) < 0 || schedule_unshard(candidate) < 0)
         return -1;
     candidate->prefetched = true;
     return 0;
 }
 
+/* What the replacement of _get_handle_to_prefetch chooses, instead. */
+static int prefetch_chosen(struct unit *unit, int (*choose_precision)(struct unit *), int64_t limit) {
+    for (int64_t i = 0; i < limit; i++) {
+        struct unit *chosen;
+        if (replaced_get_handle_to_prefetch(unit, &chosen) < 0)
+            return -1;
+        if (!chosen)
+            return 0;
+        if (can_prefetch(chosen) && prefetch(chosen, choose_precision) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int prefetch_forward(struct unit *unit) {
+    if (replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
+        return prefetch_chosen(unit, precision_for_forward, unit->runtime->forward_prefetch_limit);
+    for (struct unit *next; (next = next_forward(unit)) != NULL;)
+        if (prefetch(next, precision_for_forward) < 0)
+            return -1;
+    return 0;
+}
+
 int order_prefetch_forward(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    int64_t here = unit->pre_forward_index, last = here + runtime->forward_prefetch_limit;
-    int result = 0;
-    if (!unit->forward_prefetch || here < 0)
+    if (!unit->forward_prefetch && !replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
         return 0;
     PyObject *range = profile_begin("FullyShardedDataParallel._pre_forward_prefetch");
-    for (int64_t next = here + 1; !result && next <= last && next < runtime->num_pre; next++)
-        result = prefetch(runtime->pre_order[next], precision_for_forward);
+    int result = prefetch_forward(unit);
     profile_end(range);
     return result;
 }
 
 int order_prefetch_backward(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    int64_t here = unit->post_forward_index, last = here - runtime->backward_prefetch_limit;
-    for (int64_t next = here - 1; next >= last && next >= 0; next--) {
-        struct unit *candidate = runtime->post_order[next];
-        if (candidate->needs_pre_backward_unshard && prefetch(candidate, precision_for_backward) < 0)
+    if (replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
+        return prefetch_chosen(unit, precision_for_backward, unit->runtime->backward_prefetch_limit);
+    for (struct unit *next; (next = next_backward(unit)) != NULL;)
+        if (prefetch(next, precision_for_backward) < 0)
             return -1;
-    }
     return 0;
 }
 

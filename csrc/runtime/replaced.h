@@ -9,9 +9,12 @@
 #include <stdbool.h>
 
 enum replaceable {
-    REPLACED_UNSHARD,               /* FlatParamHandle.unshard(handle) */
-    REPLACED_RESHARD,               /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param) */
-    REPLACED_POST_BACKWARD_RESHARD, /* _runtime_utils._post_backward_reshard(state, handle) */
+    REPLACED_UNSHARD,                     /* FlatParamHandle.unshard(handle) */
+    REPLACED_RESHARD,                     /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param) */
+    REPLACED_POST_BACKWARD_RESHARD,       /* _runtime_utils._post_backward_reshard(state, handle) */
+    REPLACED_GET_HANDLE_TO_PREFETCH,      /* _runtime_utils._get_handle_to_prefetch(state, handle): a handle or None */
+    REPLACED_REGISTER_PRE_BACKWARD_HOOKS, /* ..._register_pre_backward_hooks(state, module, outputs, handle): outputs */
+    REPLACED_REGISTER_POST_BACKWARD_HOOK, /* ..._register_post_backward_hook(state, handle) */
     REPLACEABLES
 };
 
@@ -26,5 +29,8 @@ struct unit;
 int replaced_unshard(struct unit *unit);
 int replaced_reshard(struct unit *unit, bool free_storage);
 int replaced_post_backward_reshard(struct unit *unit);
+int replaced_register_post_backward_hook(struct unit *unit);
+int replaced_register_pre_backward_hooks(struct unit *unit, PyObject **outputs); /* *outputs become those returned */
+int replaced_get_handle_to_prefetch(struct unit *unit, struct unit **chosen);    /* NULL for None */
 
 #endif

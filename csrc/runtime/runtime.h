@@ -78,6 +78,11 @@ int unit_set_training_state(struct unit *unit, enum training_state state);
 /* unit.c: the instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle again. */
 PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
 
+/* unit.c: what a forward registers for the backward. 0 or -1. */
+int unit_register_post_backward_hook(
+    struct unit *unit); /* the gathered views belong to a new node, if gradients come */
+int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
+
 /* precision.c: in which precision the unit is gathered next. 0 or -1. */
 int precision_for_forward(struct unit *unit);  /* follows the mode of the wrapped module, where that was asked for */
 int precision_for_backward(struct unit *unit); /* that of its forward */
@@ -131,6 +136,8 @@ int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the mo
 int unit_wait_unsharded(struct unit *unit);      /* computation may use them */
 int order_record_pre_forward(struct unit *unit); /* and validate, where that was asked for */
 int order_record_post_forward(struct unit *unit);
+/* The unit to gather ahead while `unit` is in `state`, or NULL. */
+struct unit *order_next(const struct unit *unit, enum training_state state);
 int order_prefetch_forward(struct unit *unit);
 int order_prefetch_backward(struct unit *unit);
 void order_next_iteration(struct runtime *runtime);

@@ -1,5 +1,6 @@
 /* A unit's life and its forward. */
 #include "runtime/hook.h"
+#include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 #include "torch/profile.h"
@@ -223,10 +224,25 @@ static int watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     return 0;
 }
 
+int unit_register_post_backward_hook(struct unit *unit) {
+    int trainable = is_trainable(unit->handle);
+    if (trainable < 0)
+        return -1;
+    return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
+}
+
+static int register_post_backward_hook(struct unit *unit) {
+    if (!replaced[REPLACED_REGISTER_POST_BACKWARD_HOOK])
+        return unit->handle ? unit_register_post_backward_hook(unit) : 0;
+    if (unit->handle && unit_detach_views(unit) < 0)
+        return -1;
+    return replaced_register_post_backward_hook(unit);
+}
+
 static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     struct handle *handle = unit->handle;
     int trainable = is_trainable(handle);
-    if (trainable < 0 || (trainable ? unit_attach_views(unit) : unit_detach_views(unit)) < 0)
+    if (trainable < 0)
         return -1;
     if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0)
         return -1;
@@ -258,7 +274,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
         return -1;
     if (unit->handle && unshard_for_forward(unit) < 0)
         return -1;
-    if (convert_inputs(unit, args, kwargs) < 0)
+    if (convert_inputs(unit, args, kwargs) < 0 || register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
@@ -371,26 +387,25 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     return result;
 }
 
-/* Register pre-backward hooks. Whether a backward can follow is in *expected. */
-static int expect_backward(struct unit *unit, PyObject *output, bool *expected) {
+/* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
+int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
     int64_t hooked = 0;
-    *expected = false;
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
     if (!torch_grad_enabled())
         return 0;
     PyObject *hook = hook_new(pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(output, hook, &hooked) : -1;
     Py_XDECREF(hook);
-    *expected = hooked > 0;
-    unit->needs_pre_backward_unshard = *expected && unit->handle;
+    unit->needs_pre_backward_unshard = hooked > 0 && unit->handle;
     if (unit->needs_pre_backward_unshard)
         unit->graph_precision = (enum precision)(unit->handle->form - unit->handle->forms);
     return result;
 }
 
 /* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use (parity 4). */
-static int reshard_after_forward(struct unit *unit, bool expected) {
+static int reshard_after_forward(struct unit *unit) {
     struct handle *handle = unit->handle;
+    bool expected = unit->needs_pre_backward_unshard;
     bool keeps = handle->sharded && !handle_reshards_after_forward(handle);
     bool free_storage = !handle->sharded || !expected || (!unit->is_root && !keeps);
     if (order_record_post_forward(unit) < 0 || schedule_reshard(unit, free_storage) < 0)
@@ -401,11 +416,18 @@ static int reshard_after_forward(struct unit *unit, bool expected) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
-static int post_forward(struct unit *unit, PyObject *output) {
-    bool expected;
-    if (expect_backward(unit, output, &expected) < 0)
+/* `output` is replaced only where the registration is. */
+static int register_pre_backward_hooks(struct unit *unit, PyObject **output) {
+    if (!replaced[REPLACED_REGISTER_PRE_BACKWARD_HOOKS])
+        return unit_register_pre_backward_hooks(unit, *output);
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
+    return replaced_register_pre_backward_hooks(unit, output);
+}
+
+static int post_forward(struct unit *unit, PyObject **output) {
+    if (register_pre_backward_hooks(unit, output) < 0)
         return -1;
-    if (unit->handle && reshard_after_forward(unit, expected) < 0)
+    if (unit->handle && reshard_after_forward(unit) < 0)
         return -1;
     return unit_set_training_state(unit, USE_IDLE);
 }
@@ -452,7 +474,7 @@ static int profiled_pre_forward(struct unit *unit, PyObject **args, PyObject **k
     return result;
 }
 
-static int profiled_post_forward(struct unit *unit, PyObject *output) {
+static int profiled_post_forward(struct unit *unit, PyObject **output) {
     PyObject *range = profile_begin("FullyShardedDataParallel._post_forward");
     int result = post_forward(unit, output);
     profile_end(range);
@@ -465,7 +487,7 @@ static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *arg
     Py_INCREF(kwargs);
     if (profiled_pre_forward(unit, &args, &kwargs) == 0)
         output = PyObject_Call(wrapped, args, kwargs);
-    if (output && profiled_post_forward(unit, output) < 0)
+    if (output && profiled_post_forward(unit, &output) < 0)
         Py_CLEAR(output);
     if (!output)
         abandon_forward(unit);

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
 from fsdp_c import _C, _runtime_utils
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.api import HandleTrainingState
 from fsdp_c.flat_param import FlatParamHandle
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
@@ -25,7 +27,7 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 all_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 
 
-def trained(rank: int, strategy: str, use_orig_params: bool) -> list[Tensor]:
+def trained(rank: int, strategy: str, use_orig_params: bool, **options: Any) -> list[Tensor]:
     """Losses of a few steps and the parameters after them."""
     torch.manual_seed(5)
     model = FSDP(
@@ -34,6 +36,7 @@ def trained(rank: int, strategy: str, use_orig_params: bool) -> list[Tensor]:
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
         device_id=torch.device("cpu"),
+        **options,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = []
@@ -147,3 +150,119 @@ def test_replaced_reshard_is_called(
 def test_names_that_the_runtime_does_not_call_are_refused() -> None:
     with pytest.raises(ValueError, match="_wait_for_computation_stream"):
         _C.replace("_wait_for_computation_stream", print)
+
+
+@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", "forward"])
+@on_ranks(2)
+def test_replaced_choice_of_what_is_gathered_ahead_is_asked_and_heeded(
+    rank: int, world_size: int, prefetch: str
+) -> None:  # H-025
+    """Choosing as the original does trains the same, gathers the same, and sees the states that upstream shows."""
+    options: dict[str, Any] = {"forward_prefetch": True, "backward_prefetch": None}
+    if prefetch != "forward":
+        options = {"backward_prefetch": BackwardPrefetch[prefetch]}
+    expected = trained(rank, "FULL_SHARD", True, **options)
+    chosen: list[tuple[str, str]] = []
+    states: list[HandleTrainingState] = []
+    choose, training_state = _runtime_utils._get_handle_to_prefetch, _runtime_utils._get_training_state
+
+    def noting(state: Any, handle: Any) -> Any:
+        assert state._handle is handle
+        found = choose(state, handle)
+        if found is not None:
+            chosen.append((handle._training_state.name, found.name))
+        return found
+
+    def noting_state(handle: Any) -> HandleTrainingState:
+        states.append(training_state(handle))
+        return states[-1]
+
+    with mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", noting):
+        assert_same(trained(rank, "FULL_SHARD", True, **options), expected)
+    assert {state for state, _ in chosen} == {prefetch.upper()}
+    assert len(chosen) >= UNITS - 2
+    with mock.patch.object(_runtime_utils, "_get_training_state", noting_state):
+        assert_same(trained(rank, "FULL_SHARD", True, **options), expected)
+    moments = {HandleTrainingState[name] for name in ("FORWARD", "BACKWARD_PRE", "BACKWARD_POST")}
+    assert set(states) == moments
+    count = len(states)
+    assert_same(trained(rank, "FULL_SHARD", True, **options), expected)
+    assert len(states) == count
+
+
+@on_ranks(2)
+def test_choice_that_gathers_nothing_or_no_handle(rank: int, world_size: int) -> None:
+    expected = trained(rank, "FULL_SHARD", True)
+    with mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: None):
+        assert_same(trained(rank, "FULL_SHARD", True), expected)
+    with (
+        mock.patch.object(_runtime_utils, "_get_handle_to_prefetch", lambda state, handle: "nothing"),
+        pytest.raises(TypeError, match=f"rank {rank}, unit .*in place of _get_handle_to_prefetch returned 'nothing'"),
+    ):
+        trained(rank, "FULL_SHARD", True)
+
+
+@both_views
+@all_strategies
+@on_ranks(2)
+def test_replaced_registration_of_backward_hooks_is_called(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:  # H-025
+    expected = trained(rank, strategy, use_orig_params)
+    before, after = _runtime_utils._register_post_backward_hook, _runtime_utils._register_pre_backward_hooks
+    calls: list[str] = []
+
+    def post_backward(state: Any, handle: Any) -> None:
+        assert state._handle is handle
+        calls.append("post")
+        before(state, handle)
+
+    def pre_backward(state: Any, module: Any, outputs: Any, handle: Any) -> Any:
+        assert state is module and state._handle is handle and isinstance(outputs, Tensor)
+        calls.append("pre")
+        return after(state, module, outputs, handle)
+
+    with (
+        mock.patch.object(_runtime_utils, "_register_post_backward_hook", post_backward),
+        mock.patch.object(_runtime_utils, "_register_pre_backward_hooks", pre_backward),
+    ):
+        assert_same(trained(rank, strategy, use_orig_params), expected)
+    assert sorted(calls) == ["post"] * STEPS * UNITS + ["pre"] * STEPS * UNITS
+    assert_same(trained(rank, strategy, use_orig_params), expected)
+    assert len(calls) == 2 * STEPS * UNITS
+
+
+@on_ranks(2)
+def test_outputs_are_what_the_replaced_registration_returns(rank: int, world_size: int) -> None:
+    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))
+    with mock.patch.object(_runtime_utils, "_register_pre_backward_hooks") as registration:
+        assert model(torch.ones(2, WIDTH)) is registration.return_value
+    assert model._handle.unsharded_nbytes == 0
+
+
+@on_ranks(2)
+def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int, world_size: int) -> None:
+    """As upstream's tests and libraries do it: on ``torch.distributed.fsdp._runtime_utils`` (H-025)."""
+    from torch.distributed.fsdp import _runtime_utils as torchs
+
+    expected = trained(rank, "FULL_SHARD", True)
+    before = dict(vars(torchs))
+    names = list(_runtime_utils.ORIGINALS)
+    fsdp_c.install()
+    try:
+        for name in names:
+            with mock.patch.object(torchs, name, side_effect=getattr(torchs, name)) as replacement:
+                assert_same(trained(rank, "FULL_SHARD", True), expected)
+            assert replacement.called, name
+        with mock.patch.object(torchs, "_reshard") as left:
+            fsdp_c.uninstall()
+            assert_same(trained(rank, "FULL_SHARD", True), expected)
+            assert not left.called
+            fsdp_c.install()
+    finally:
+        fsdp_c.uninstall()
+    assert {name: vars(torchs)[name] for name in names if name != "_reshard"} == {
+        name: before[name] for name in names if name != "_reshard"
+    }
+    torchs._reshard = before["_reshard"]
+    assert_same(trained(rank, "FULL_SHARD", True), expected)
