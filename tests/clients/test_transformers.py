@@ -235,3 +235,16 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
     tokens = torch.stack([text["input_ids"] for text in data])
     expected = plain.eval().generate(tokens, max_length=7)
     assert torch.equal(torch.from_numpy(predictions)[:, : expected.shape[1]], expected)
+
+
+@on_ranks(2, label=LIBRARY)
+def test_uninstall_gives_the_library_torchs_class_back(rank, world_size):
+    """The Trainer for sequences holds the class under a name of its own, bound when it was imported."""
+    from transformers import trainer_seq2seq
+
+    import fsdp_c
+
+    launched(rank, world_size)
+    assert trainer_seq2seq.FullyShardedDataParallel is fsdp_c.FullyShardedDataParallel
+    fsdp_c.uninstall()
+    assert trainer_seq2seq.FullyShardedDataParallel.__module__.startswith("torch.")
