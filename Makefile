@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity build lint format bench clean
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-cuda build lint format bench bench-cuda clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,9 +24,11 @@ help:
 	@echo 'make test-native   the C programs under tests/native'
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
+	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make lint format   check, or write, the formatting of C and Python'
 	@echo 'make bench         host overhead beside FSDP1 and FSDP2'
+	@echo 'make bench-cuda    kernels and a GPT step on a GPU, into runs/cuda'
 	@echo 'make clean         remove what was built; .venv and runs/ stay'
 
 # The environment: one stamp per step, newer than what the step was made from.
@@ -76,6 +78,11 @@ test-ranks: build $(VENV)/.dev
 test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity
 
+# On a GPU; nothing of it has run on one yet.
+test-cuda: export FSDP_C_CUDA = 1
+test-cuda: build $(VENV)/.dev
+	$(PYTEST) tests/cuda
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
@@ -88,6 +95,12 @@ format: $(VENV)/.dev
 
 bench: build
 	$(BIN)/python -m benchmarks.host_overhead
+
+bench-cuda: export FSDP_C_CUDA = 1
+bench-cuda: build
+	@mkdir -p runs/cuda
+	$(BIN)/python -m benchmarks.cuda_kernels --json runs/cuda/kernels.json
+	$(BIN)/python -m benchmarks.cuda_gpt --trace runs/cuda --json runs/cuda/gpt.json
 
 clean:
 	rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis
