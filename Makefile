@@ -73,7 +73,7 @@ test-native: build $(VENV)/.dev
 	$(PYTEST) tests/native
 
 test-ranks: build $(VENV)/.dev
-	$(PYTEST) tests/distributed
+	$(PYTEST) tests/distributed tests/streams
 
 test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity

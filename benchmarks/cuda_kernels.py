@@ -1,4 +1,4 @@
-"""Each CUDA kernel's share of the bandwidth that a copy reaches on the same GPU, beside torch's operations for the same.
+"""Each CUDA kernel's share of the bandwidth that a copy reaches on the same GPU, beside torch's own operations.
 
 python -m benchmarks.cuda_kernels [--json out.json]
 
@@ -46,7 +46,6 @@ def cases(numel: int, device: str) -> list[Case]:
     out32, out16 = torch.empty_like(fp32), torch.empty_like(bf16)
     grads16, grads32 = pieces(bf16), pieces(fp32)
     offsets = [grad.storage_offset() for grad in grads16]
-    views32, views16 = pieces(out32), pieces(out16)
     factor = torch.tensor(0.999, device=device)
 
     def pack(out: list[Tensor], grads: list[Tensor]) -> None:
@@ -54,12 +53,16 @@ def cases(numel: int, device: str) -> list[Case]:
         torch._foreach_div_(out, 2.0)
 
     def packed(name: str, out: Tensor, grads: list[Tensor], nbytes: int) -> Case:
+        views = pieces(out)
         return Case(
             f"pack {name}",
             lambda: ops.pack_gradients(out, grads, offsets, 2.0),
-            lambda views=pieces(out): pack(views, grads),
+            lambda: pack(views, grads),
             nbytes * numel,
         )
+
+    def cast() -> Tensor:
+        return ops.cast_divide(fp32, 1.0, torch.bfloat16)
 
     def accumulate() -> None:
         fp32.add_((bf16 / 2.0).float())
@@ -68,9 +71,7 @@ def cases(numel: int, device: str) -> list[Case]:
         packed("bf16", out16, grads16, 4),
         packed("bf16 -> fp32", out32, grads16, 6),
         packed("fp32 -> bf16", out16, grads32, 6),
-        Case(
-            "cast fp32 -> bf16", lambda: ops.cast_divide(fp32, 1.0, torch.bfloat16), lambda: fp32.bfloat16(), 6 * numel
-        ),
+        Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
         Case("clip fp32", lambda: ops.clip_(grads32, factor), lambda: torch._foreach_mul_(grads32, factor), 8 * numel),
         Case("norms fp32", lambda: ops.norms(grads32, 2.0), lambda: torch._foreach_norm(grads32), 4 * numel),

@@ -1,4 +1,4 @@
-"""Everything here needs a GPU and a torch and an fsdp_c with CUDA; elsewhere it is skipped, and says what is missing."""
+"""Everything here needs a GPU, and torch and fsdp_c with CUDA; elsewhere it is skipped, and says what is missing."""
 
 from __future__ import annotations
 
