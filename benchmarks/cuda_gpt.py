@@ -3,9 +3,9 @@
 python -m benchmarks.cuda_gpt [--trace folder] [--json out.json]
 
 One rank of an imagined --world: the collectives are torch's fake ones, which copy on the device and send nothing. What
-is measured: the step time, the peak memory, the host's time per unit, and with --trace a profiler trace of one step, where
-gathers lie beside the computation. Each implementation runs in a process of its own, one after the other, by one
-command. It needs a GPU, and has not run on one yet.
+is measured: the step time, the peak memory, the host's time per unit, and with --trace a profiler trace of a step,
+where gathers lie beside the computation. Each implementation runs in a process of its own, one after the other, by
+one command. It needs a GPU, and has not run on one yet.
 """
 
 from __future__ import annotations
