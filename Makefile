@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda bench-cuda
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,9 +26,11 @@ help:
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
 	@echo 'make test-faults   every fault that tests/faults knows, at every point'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
+	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make lint format   check, or write, the formatting of C and Python'
 	@echo 'make bench         host overhead beside FSDP1 and FSDP2'
+	@echo 'make bench-cuda    kernels and a GPT step on a GPU, into runs/cuda'
 	@echo 'make clean         remove what was built; .venv and runs/ stay'
 
 # The environment: one stamp per step, newer than what the step was made from.
@@ -77,7 +79,7 @@ test-native: build $(VENV)/.dev
 	$(PYTEST) tests/native
 
 test-ranks: build $(VENV)/.dev
-	$(PYTEST) tests/distributed
+	$(PYTEST) tests/distributed tests/streams
 
 test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity
@@ -87,6 +89,11 @@ test-faults: build $(VENV)/.dev
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients
+
+# On a GPU; nothing of it has run on one yet.
+test-cuda: export FSDP_C_CUDA = 1
+test-cuda: build $(VENV)/.dev
+	$(PYTEST) tests/cuda
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PY_FILES)
@@ -100,6 +107,12 @@ format: $(VENV)/.dev
 
 bench: build
 	$(BIN)/python -m benchmarks.host_overhead
+
+bench-cuda: export FSDP_C_CUDA = 1
+bench-cuda: build
+	@mkdir -p runs/cuda
+	$(BIN)/python -m benchmarks.cuda_kernels --json runs/cuda/kernels.json
+	$(BIN)/python -m benchmarks.cuda_gpt --trace runs/cuda --json runs/cuda/gpt.json
 
 clean:
 	rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@
 #include "kernels/kernels.h"
 #include "kernels/table.h"
 #include "layout/layout.h"
+#include "torch/pool.h"
 #include "torch/retirement.h"
 
 enum sharding_strategy {
@@ -163,15 +164,15 @@ struct handle {
     const struct kernel_table *kernels; /* of that device */
     struct buffer device_shard;         /* only with offload; allocated while it is gathered from */
     struct form forms[PRECISIONS];
-    struct form *form;       /* borrowed; the one in use; written by form.c */
-    PyObject *wrapped_views; /* owned; what wrap_views made of the form's views, with history; or NULL */
-    struct retirement
-        *retirement;             /* borrowed from the root's schedule; NULL without streams: storage is freed at once */
-    struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
-    PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
-    int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
-    PyObject *unshard_work;      /* owned; the all-gather in flight */
-    int64_t unheld_turn;         /* the parameter outside the shard that was looked at last */
+    struct form *form;             /* borrowed; the one in use; written by form.c */
+    PyObject *wrapped_views;       /* owned; what wrap_views made of the form's views, with history; or NULL */
+    struct retirement *retirement; /* borrowed from the root; NULL without streams: storage is freed at once */
+    struct pool *pool;             /* borrowed from the root; where storage is taken from, or NULL */
+    struct pack_source *sources;   /* owned scratch: one per parameter, offsets and strides filled once */
+    PyObject *shard_sizes;         /* owned; list of the sizes of the shard's pieces, for one split */
+    int64_t *shard_pieces;         /* owned; per parameter the index of its piece, or -1 */
+    PyObject *unshard_work;        /* owned; the all-gather in flight */
+    int64_t unheld_turn;           /* the parameter outside the shard that was looked at last */
 
     /* inside summon_full_params */
     PyObject *summon_full; /* owned; the full flat parameter shown, NULL outside and when hidden */
@@ -226,6 +227,9 @@ int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is
 int handle_reshard(struct handle *handle, bool free_storage);
 int handle_alloc_unsharded(
     struct handle *handle); /* the storage alone, for a caller who gathers in steps; SHARDED stays */
+/* Take the memory that gathering will take, so that the pool holds it when it is given back. No state changes. 0 or -1. */
+int handle_reserve(struct handle *handle);
+int handle_release_reserved(struct handle *handle);
 void handle_free_unshard(struct handle *handle); /* what a gather that failed has left; an exception stays set */
 const struct kernel_stream *handle_stream(const struct handle *handle); /* where its kernels run now */
 /* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded there covers a

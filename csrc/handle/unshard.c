@@ -225,7 +225,18 @@ static int alloc_full(struct handle *handle) {
     struct buffer *full = &handle->form->full;
     if (handle->retirement && retirement_take_back(handle->retirement, full) < 0)
         return -1;
-    return buffer_alloc(full);
+    if (!handle->pool || full->allocated)
+        return buffer_alloc(full);
+    int result = pool_enter(handle->pool) < 0 ? -1 : buffer_alloc(full);
+    return pool_leave(handle->pool) < 0 ? -1 : result;
+}
+
+int handle_reserve(struct handle *handle) {
+    return handle->form->is_local || handle->param_state != PARAM_SHARDED ? 0 : alloc_full(handle);
+}
+
+int handle_release_reserved(struct handle *handle) {
+    return handle->form->is_local || handle->param_state != PARAM_SHARDED ? 0 : buffer_free(&handle->form->full);
 }
 
 /* Computation on it is enqueued, and with streams may not have run. */

@@ -18,6 +18,11 @@ static int bind_unit(struct runtime *runtime, struct unit *unit, bool is_root) {
     return 0;
 }
 
+static void share(struct schedule *schedule, struct handle *handle) {
+    handle->retirement = schedule ? &schedule->retirement : NULL;
+    handle->pool = schedule ? &schedule->pool : NULL;
+}
+
 /* The streams are those of the device where the first unit with parameters computes. */
 static int init_schedule(struct runtime *runtime) {
     struct schedule *schedule = &runtime->schedule;
@@ -30,7 +35,7 @@ static int init_schedule(struct runtime *runtime) {
         return -1;
     for (int64_t i = first; i < runtime->num_units && streams_are_real(&schedule->streams); i++)
         if (runtime->units[i]->handle)
-            runtime->units[i]->handle->retirement = &schedule->retirement;
+            share(schedule, runtime->units[i]->handle);
     return 0;
 }
 
@@ -64,7 +69,7 @@ static void unbind_units(struct runtime *runtime) {
         stream_event_destroy(&runtime->schedule.streams, &unit->gathered);
         stream_event_destroy(&runtime->schedule.streams, &unit->reduced);
         if (unit->handle)
-            unit->handle->retirement = NULL;
+            share(NULL, unit->handle);
         unit->runtime = NULL;
         unit->is_root = false;
         Py_CLEAR(unit->runtime_object);
@@ -134,7 +139,7 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
 }
 
 int runtime_root_pre_forward(struct runtime *runtime) {
-    if (schedule_begin_step(&runtime->schedule) < 0)
+    if (schedule_begin_step(&runtime->schedule) < 0 || schedule_reserve(runtime) < 0)
         return -1;
     return runtime_collect_user_grads(runtime);
 }

@@ -6,7 +6,7 @@
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
     schedule->retirement.streams = &schedule->streams;
-    return streams_init(&schedule->streams, device);
+    return streams_init(&schedule->streams, device) < 0 ? -1 : pool_init(&schedule->pool, device);
 }
 
 void schedule_fini(struct schedule *schedule) {
@@ -18,6 +18,80 @@ void schedule_fini(struct schedule *schedule) {
     for (int i = 0; i < LIMITER_DEPTH; i++)
         stream_event_destroy(&schedule->streams, &schedule->limiter[i]);
     streams_fini(&schedule->streams);
+    pool_fini(&schedule->pool);
+}
+
+/* ---- the pool: how many units are gathered at a time ---- */
+
+/* In use, held until its last use is settled, and gathered ahead. */
+static int64_t units_at_a_time(const struct runtime *runtime) {
+    int64_t ahead = 0;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        const struct unit *unit = runtime->units[i];
+        if (unit->forward_prefetch && runtime->forward_prefetch_limit > ahead)
+            ahead = runtime->forward_prefetch_limit;
+        if (unit->backward_prefetch != PREFETCH_NONE && runtime->backward_prefetch_limit > ahead)
+            ahead = runtime->backward_prefetch_limit;
+    }
+    return 2 + ahead;
+}
+
+static bool has_storage_to_take(const struct unit *unit) {
+    const struct handle *handle = unit->handle;
+    return handle && !handle->form->is_local && handle->param_state == PARAM_SHARDED && !handle->form->full.allocated;
+}
+
+/* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
+static bool stays_gathered(const struct unit *unit) {
+    return unit->is_root || (unit->handle->sharded && !handle_reshards_after_forward(unit->handle));
+}
+
+/* The largest among the units that give their storage back in a step; NULL when all have some. */
+static struct unit *next_to_take(const struct runtime *runtime) {
+    struct unit *largest = NULL;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (!has_storage_to_take(unit) || stays_gathered(unit))
+            continue;
+        if (!largest || unit->handle->form->full.nbytes > largest->handle->form->full.nbytes)
+            largest = unit;
+    }
+    return largest;
+}
+
+static int take_all(struct runtime *runtime) {
+    struct unit *unit;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        unit = runtime->units[i];
+        if (has_storage_to_take(unit) && stays_gathered(unit) && handle_reserve(unit->handle) < 0)
+            return -1;
+    }
+    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_to_take(runtime)); i--)
+        if (handle_reserve(unit->handle) < 0)
+            return -1;
+    return 0;
+}
+
+static int give_all_back(struct runtime *runtime) {
+    int result = 0;
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle && handle_release_reserved(runtime->units[i]->handle) < 0)
+            result = -1;
+    return result;
+}
+
+/* On the unshard stream, to which the memory belongs from then on. */
+int schedule_reserve(struct runtime *runtime) {
+    struct schedule *schedule = &runtime->schedule;
+    if (schedule->reserved || !streams_are_real(&schedule->streams))
+        return 0;
+    schedule->reserved = true;
+    if (stream_enter(&schedule->streams, STREAM_UNSHARD) < 0)
+        return -1;
+    int result = take_all(runtime);
+    if (give_all_back(runtime) < 0)
+        result = -1;
+    return stream_leave(&schedule->streams) < 0 ? -1 : result;
 }
 
 int schedule_begin_step(struct schedule *schedule) {

@@ -11,6 +11,7 @@
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
+#include "torch/pool.h"
 #include "torch/retirement.h"
 #include "torch/stream.h"
 
@@ -23,6 +24,8 @@ struct schedule {
     stream_event packed;     /* owned */
     stream_event joined;     /* owned */
     struct retirement retirement;
+    struct pool pool;
+    bool reserved;                       /* the pool holds what the steps will want */
     stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */
     int limiter_first, limiter_count;
 };
@@ -33,6 +36,8 @@ struct runtime;
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
 
+/* Before the first step: let the pool hold what as many units want as are gathered at a time. 0 or -1. */
+int schedule_reserve(struct runtime *runtime);
 int schedule_begin_step(struct schedule *schedule); /* a gather of this step sees what the script did before it */
 int schedule_unshard(struct unit *unit);            /* enqueue the all-gather, after the limiter */
 int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it */

@@ -16,13 +16,15 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
+from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
+from tests.storage import live_nbytes
 from tests.streams.order import COMPUTE, HOST, POST_BACKWARD, UNSHARD, Entry, lags, unordered, waits, without
 from tests.streams.recorder import Recorder, recording
 
-STEPS = 3
+STEPS = 2
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
 REDUCE_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -245,6 +247,27 @@ def test_every_access_of_a_step_is_ordered(rank: int, world_size: int, name: str
 def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, strategy: str) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
     assert_ordered(record(rank, "accumulate", strategy=strategy, device_mesh=mesh).trace)
+
+
+# ---- memory
+
+POOLED = ["FULL_SHARD", "SHARD_GRAD_OP", "bf16", "prefetch after", "no prefetch", "forward prefetch", "evaluate"]
+
+
+@pytest.mark.parametrize("name", POOLED)
+@on_ranks(2)
+def test_no_step_holds_more_storage_than_was_reserved_before_the_first(rank: int, world_size: int, name: str) -> None:
+    """Bytes of unsharded storage: the root's pool on a GPU holds as many as were alive at its lazy initialisation."""
+    body, arguments = SCENARIOS[name]
+    with recording():
+        trainer = Trainer(rank, net={"blocks": 7}, **arguments)
+        base = live_nbytes()
+        _C.peak_unsharded_nbytes(reset=True)
+        with raising_in(trainer.model.module, "register_forward_pre_hook"):
+            trainer.forward()
+        reserved = _C.peak_unsharded_nbytes(reset=True) - base
+        body(trainer)
+    assert 0 < _C.peak_unsharded_nbytes() - base <= reserved
 
 
 # ---- what the checker is worth

@@ -1,0 +1,134 @@
+"""Each CUDA kernel's share of the bandwidth that a copy reaches on the same GPU, beside torch's own operations.
+
+python -m benchmarks.cuda_kernels [--json out.json]
+
+Goal: 90 % of the copy from 16 MB up. It needs a GPU, and has not run on one yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import fsdp_c  # noqa: F401  (registers the operators)
+
+MEBIBYTE = 1 << 20
+SIZES = [1, 4, 16, 64, 256]  # MiB of fp32 input
+REPEATS = 20
+FLUSH_NBYTES = 256 * MEBIBYTE  # more than any second-level cache holds
+ops = torch.ops.fsdp_c
+
+
+class Case(NamedTuple):
+    """One operation in two ways, and the bytes that it cannot avoid to move."""
+
+    name: str
+    ours: Callable[[], Any]
+    torchs: Callable[[], Any]
+    nbytes: int
+
+
+def pieces(flat: Tensor, count: int = 12) -> list[Tensor]:
+    """A unit's worth of tensors of unequal sizes over all of ``flat``."""
+    ends = [flat.numel() * (i + 1) ** 2 // count**2 for i in range(count)]
+    return [flat[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def cases(numel: int, device: str) -> list[Case]:
+    """All kernels of a step on ``numel`` elements."""
+    fp32, bf16 = torch.randn(numel, device=device), torch.randn(numel, device=device).bfloat16()
+    out32, out16 = torch.empty_like(fp32), torch.empty_like(bf16)
+    grads16, grads32 = pieces(bf16), pieces(fp32)
+    offsets = [grad.storage_offset() for grad in grads16]
+    factor = torch.tensor(0.999, device=device)
+
+    def pack(out: list[Tensor], grads: list[Tensor]) -> None:
+        torch._foreach_copy_(out, grads)
+        torch._foreach_div_(out, 2.0)
+
+    def packed(name: str, out: Tensor, grads: list[Tensor], nbytes: int) -> Case:
+        views = pieces(out)
+        return Case(
+            f"pack {name}",
+            lambda: ops.pack_gradients(out, grads, offsets, 2.0),
+            lambda: pack(views, grads),
+            nbytes * numel,
+        )
+
+    def cast() -> Tensor:
+        return ops.cast_divide(fp32, 1.0, torch.bfloat16)
+
+    def accumulate() -> None:
+        fp32.add_((bf16 / 2.0).float())
+
+    return [
+        packed("bf16", out16, grads16, 4),
+        packed("bf16 -> fp32", out32, grads16, 6),
+        packed("fp32 -> bf16", out16, grads32, 6),
+        Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
+        Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
+        Case("clip fp32", lambda: ops.clip_(grads32, factor), lambda: torch._foreach_mul_(grads32, factor), 8 * numel),
+        Case("norms fp32", lambda: ops.norms(grads32, 2.0), lambda: torch._foreach_norm(grads32), 4 * numel),
+    ]
+
+
+def seconds(body: Callable[[], Any], scratch: Tensor) -> float:
+    """The shortest of many runs on the device, none of them out of the cache."""
+    best = float("inf")
+    for _ in range(REPEATS):
+        scratch.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        body()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1000)
+    return best
+
+
+def measure(mebibytes: int) -> list[dict[str, Any]]:
+    """Rows for one size; ``ours`` and ``torch`` are shares of the bandwidth of a copy."""
+    numel = mebibytes * MEBIBYTE // 4
+    scratch = torch.empty(FLUSH_NBYTES, dtype=torch.uint8, device="cuda")
+    source = torch.randn(numel, device="cuda")
+    target = torch.empty_like(source)
+    copy = 8 * numel / seconds(lambda: target.copy_(source), scratch)
+    rows = []
+    for case in cases(numel, "cuda"):
+        ours, torchs = (case.nbytes / seconds(body, scratch) for body in (case.ours, case.torchs))
+        rows.append(
+            {
+                "kernel": case.name,
+                "MiB": mebibytes,
+                "copy GB/s": copy / 1e9,
+                "ours": ours / copy,
+                "torch": torchs / copy,
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table, and write it as JSON where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("torch finds no GPU here")
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    print(f"{'kernel':20}{'MiB':>6}{'copy GB/s':>12}{'ours':>8}{'torch':>8}")
+    rows = [row for size in SIZES for row in measure(size)]
+    for row in rows:
+        print(f"{row['kernel']:20}{row['MiB']:6}{row['copy GB/s']:12.0f}{row['ours']:8.0%}{row['torch']:8.0%}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

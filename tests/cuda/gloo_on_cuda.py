@@ -1,0 +1,44 @@
+"""Ranks that share one GPU: gloo gathers and scatters no CUDA tensors, so the public functions go by the CPU.
+
+Both implementations call them by these names, so both get the same numbers. Every function waits for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+
+_GATHERS = ("all_gather_into_tensor", "all_gather_single")
+_SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
+
+
+def _gather(output: Tensor, input: Tensor, group: Any = None, async_op: bool = False) -> None:
+    world_size = dist.get_world_size(group)
+    whole = [input.new_empty(input.shape, device="cpu") for _ in range(world_size)]
+    dist.all_gather(whole, input.cpu(), group=group)
+    for part, own in zip(output.chunk(world_size), whole, strict=True):
+        part.copy_(own)
+
+
+def _scatter(
+    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> None:
+    total = input.cpu()
+    dist.all_reduce(total, op=op, group=group)
+    output.copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
+
+
+@contextlib.contextmanager
+def through_the_cpu() -> Iterator[None]:
+    """Replace the gathers and scatters of torch.distributed in the body."""
+    with contextlib.ExitStack() as stack:
+        for names, function in ((_GATHERS, _gather), (_SCATTERS, _scatter)):
+            for name in names:
+                if hasattr(dist, name):
+                    stack.enter_context(mock.patch.object(dist, name, function))
+        yield

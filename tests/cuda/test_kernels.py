@@ -1,0 +1,115 @@
+"""The operators on a GPU: bit for bit what torch's own operations give there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import fsdp_c  # noqa: F401  (registers the operators)
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+NUMELS = [0, 1, 7, 8, 1023, 65_537, 1 << 20]
+ops = torch.ops.fsdp_c
+
+both_dtypes = pytest.mark.parametrize("input_dtype", DTYPES, ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def numbers(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(numel, device="cuda", generator=generator).to(dtype)
+
+
+def same(actual: Tensor, expected: Tensor) -> bool:
+    return actual.dtype == expected.dtype and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@both_dtypes
+@each_dtype
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 1.5, 3.0])
+def test_cast_divide_is_torchs_to_and_div(dtype: torch.dtype, input_dtype: torch.dtype, divisor: float) -> None:
+    for numel in NUMELS:
+        source = numbers(numel + 1, input_dtype)[1:]  # off the 16-byte boundary
+        expected = source.to(dtype)
+        expected = expected.clone().div_(divisor) if divisor != 1.0 else expected
+        assert same(ops.cast_divide(source, divisor, dtype), expected.contiguous()), numel
+
+
+@both_dtypes
+@each_dtype
+def test_accumulate_is_torchs_div_and_add(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+    for numel in NUMELS:
+        accumulator, shard = numbers(numel, dtype), numbers(numel, input_dtype, 1)
+        expected = accumulator + (shard / 3.0).to(dtype)
+        ops.accumulate_shard(accumulator, shard, 3.0)
+        assert same(accumulator, expected), numel
+
+
+@both_dtypes
+@each_dtype
+def test_pack_gradients_writes_every_gradient_and_zeros_between(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
+    grads = [numbers(35, input_dtype).view(5, 7), numbers(1000, input_dtype).view(50, 20).t(), numbers(3, input_dtype)]
+    out = numbers(1200, dtype, 3)
+    ops.pack_gradients(out, grads, [8, 48, 1100], 2.0)
+    expected = torch.zeros(1200, dtype=dtype, device="cuda")
+    for grad, offset in zip(grads, (8, 48, 1100), strict=True):
+        expected[offset : offset + grad.numel()] = grad.reshape(-1).to(dtype).div_(2.0)
+    assert same(out, expected)
+
+
+def test_flatten_of_hundreds_of_tensors_is_torchs_cat() -> None:
+    tensors = [numbers(numel % 97, torch.bfloat16, numel) for numel in range(500)]
+    flat = ops.flatten(tensors, 0, sum(tensor.numel() for tensor in tensors), torch.float32)
+    assert same(flat, torch.cat([tensor.float() for tensor in tensors]))
+
+
+@each_dtype
+def test_clip_is_torchs_mul_and_does_not_wait_for_the_coefficient(dtype: torch.dtype) -> None:
+    tensors = [numbers(numel, dtype, numel) for numel in NUMELS]
+    coefficient = torch.tensor(0.3183, device="cuda")
+    expected = [tensor * coefficient.to(dtype) for tensor in tensors]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        ops.clip_(tensors, coefficient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(map(same, tensors, expected))
+
+
+@each_dtype
+def test_norms_repeat_to_the_bit_and_are_right(dtype: torch.dtype) -> None:
+    tensors = [numbers(numel, dtype, numel) for numel in NUMELS[1:]]
+    arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
+    for p in (1.0, 2.0, 3.0, float("inf")):
+        norms = ops.norms(tensors, p)
+        assert all(same(ops.norms(tensors, p), norms) for _ in range(5))
+        expected = torch.stack([torch.linalg.vector_norm(tensor.double(), p) for tensor in tensors])
+        torch.testing.assert_close(norms, expected.to(arithmetic), rtol=1e-5, atol=0)
+    assert same(ops.norms(tensors, float("inf")), torch.stack([one.abs().max() for one in tensors]).to(arithmetic))
+
+
+def test_unflatten_and_shard_are_copies_of_what_torch_slices() -> None:
+    flat = numbers(1003, torch.bfloat16)
+    parts = ops.unflatten(flat, [0, 13, 500], [13, 400, 503])
+    assert all(map(same, parts, [flat[0:13], flat[13:413], flat[500:1003]]))
+    expected = torch.cat([flat[753:], torch.zeros(1, dtype=flat.dtype, device="cuda")])
+    assert same(ops.shard(flat, 3, 4), expected)
+
+
+def test_a_launch_goes_to_the_current_stream() -> None:
+    stream = torch.cuda.Stream()
+    source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        cast = ops.cast_divide(source, 1.0, torch.bfloat16)
+        event.record()
+    assert not event.query()
+    stream.synchronize()
+    assert same(cast, source.to(torch.bfloat16))
+
+
+def test_a_tensor_on_the_cpu_among_others_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="must be on the GPU"):
+        ops.clip_([numbers(3, torch.float32)], torch.tensor(0.5))
