@@ -1,0 +1,121 @@
+"""kill -9 of ranks at random points of a save: the checkpoint is the old one, or the new, and of one piece."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_c
+from fsdp_c import checkpoint
+
+KILLS = 50
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
+
+
+@torch.no_grad()
+def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
+    for param in model.parameters():
+        param.fill_(version)
+        for value in optimizer.state[param].values():
+            value.fill_(version)
+
+
+def save_on_and_on(rank: int, path: Path, first: int, report: int) -> None:
+    """One save after the other, telling before and after each."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}.rendezvous-{first}", rank=rank, world_size=2)
+    model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    for version in range(first, first + 1000):
+        fill(model, optimizer, version)
+        os.write(report, f"begin {version}\n".encode())
+        checkpoint.save(model, optimizer, path, extra={"version": version})
+        os.write(report, f"done {version}\n".encode())
+
+
+def save_plain(path: Path, version: int) -> None:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    fill(model, optimizer, version)
+    checkpoint.save(model, optimizer, path, extra={"version": version})
+
+
+def loaded_version(path: Path) -> int:
+    """What is there, loaded without ranks; an assertion fails if it is not of one piece."""
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    version = checkpoint.load(model, optimizer, path)["version"]
+    tensors = [*model.state_dict().values(), *(t for state in optimizer.state.values() for t in state.values())]
+    assert len(tensors) == 16 and {value for tensor in tensors for value in tensor.unique().tolist()} == {version}
+    return version
+
+
+def started(rank: int, path: Path, first: int) -> tuple[int, BinaryIO]:
+    """A rank's process, and the end of its pipe."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
+        child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what gloo says of the other's end
+            save_on_and_on(rank, path, first, writing)
+        finally:
+            os._exit(1)
+    os.close(writing)
+    return child, os.fdopen(reading, "rb", buffering=0)
+
+
+def killed(path: Path, first: int, rng: random.Random) -> list[tuple[str, int]]:
+    """What rank 0 told before both were killed, one sometimes a moment before the other, in the first saves."""
+    (one, told), (other, unread) = (started(rank, path, first) for rank in range(2))
+    begun = told.read(1)  # the first save
+    time.sleep(rng.uniform(0.0, 0.06))
+    for process in rng.sample([one, other], 2):
+        os.kill(process, signal.SIGKILL)
+        time.sleep(rng.choice([0.0, 0.0, 0.005]))
+    for process in (one, other):
+        os.waitpid(process, 0)
+    lines = (begun + told.read()).decode().splitlines()
+    told.close(), unread.close()
+    assert lines, "a rank failed before its first save"
+    return [(line.split()[0], int(line.split()[1])) for line in lines]
+
+
+@pytest.mark.timeout(280)
+def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    rng = random.Random(0)
+    save_plain(path, 0)
+    current, kept, partial = 0, 0, 0
+    for trial in range(KILLS):
+        told = killed(path, 1000 * trial + 1, rng)
+        done = [version for what, version in told if what == "done"]
+        begun = [version for what, version in told if what == "begin"]
+        version = loaded_version(path)
+        # the newest that was done, or the one that a kill met
+        assert version in {max([current, *done]), max(begun)}
+        kept += version < max(begun)
+        partial += any(tmp_path.glob(".ckpt.saving-*"))
+        current = version
+    assert kept > KILLS // 10 and partial > KILLS // 10  # kills did hit saves
+    save_plain(path, current + 1)
+    assert loaded_version(path) == current + 1
+    assert [entry.name for entry in tmp_path.iterdir() if "rendezvous" not in entry.name] == ["ckpt"]
