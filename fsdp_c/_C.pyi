@@ -33,6 +33,10 @@ NO_SHARD: int
 HYBRID_SHARD: int
 HYBRID_SHARD_ZERO2: int
 
+# enter_ledger_phase(): what a rank does outside of its units
+LEDGER_SAVE: int
+LEDGER_LOAD: int
+
 class FlatLayout:
     """Offsets, padding and shards of one flat parameter; element counts only. Immutable.
 
@@ -209,6 +213,7 @@ class Unit:
     runtime: Runtime | None
     is_root: bool | None  # None before lazy init
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
+    ledger_index: int  # writable; of the unit's name in the ledger, -1 where it has none
     sync_gradients: bool  # writable: no_sync() sets it
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and
@@ -268,6 +273,24 @@ def live_unsharded_nbytes() -> int:
 
 def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
+
+def open_ledger(path: str, rank: int, world_size: int, /) -> None:
+    """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
+
+    On SIGUSR1 the same goes to stderr, unless that signal is handled already. OSError where the file cannot be made.
+    """
+
+def close_ledger() -> None:
+    """Write no more; the file stays."""
+
+def add_ledger_name(name: str, /) -> int:
+    """The index of a further unit, -1 where no ledger is open or it is full."""
+
+def enter_ledger_phase(phase: int, /) -> int:
+    """Be in a phase outside of any unit; what it returns is for ``leave_ledger_phase``."""
+
+def leave_ledger_phase(place: int, /) -> None:
+    """Be back where ``enter_ledger_phase`` was called."""
 
 def cpu_capabilities() -> tuple[str, ...]:
     """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""

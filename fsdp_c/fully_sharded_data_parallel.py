@@ -26,6 +26,7 @@ from fsdp_c import (
     construction,
     forward_methods,
     grad_clipping,
+    ledger,
     materialization,
     state_dict,
     unshard_params,
@@ -369,6 +370,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             unit._reset_lazy_init()
             if unit._handle is not None:
                 unit._handle.optimizer_in_backward = unit._handle._has_optim_in_backward
+        ledger.keep(units)
         runtime = _C.Runtime([unit._unit for unit in members])
         runtime._backward_prefetch_limit = self._exec_order_data._backward_prefetch_limit
         runtime._forward_prefetch_limit = self._exec_order_data._forward_prefetch_limit

@@ -67,7 +67,55 @@ static PyObject *record_streams(PyObject *self, PyObject *recorder) {
     return Py_NewRef(Py_None);
 }
 
+static PyObject *open_ledger(PyObject *self, PyObject *args) {
+    PyObject *path;
+    long long rank, world_size;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "O&LL", PyUnicode_FSConverter, &path, &rank, &world_size))
+        return NULL;
+    int result = ledger_open(PyBytes_AsString(path), rank, world_size);
+    Py_DECREF(path);
+    return result < 0 ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
+}
+
+static PyObject *close_ledger(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    ledger_close();
+    Py_RETURN_NONE;
+}
+
+static PyObject *add_ledger_name(PyObject *self, PyObject *args) {
+    const char *name;
+    (void)self;
+    return PyArg_ParseTuple(args, "s", &name) ? PyLong_FromLong(ledger_add_name(name)) : NULL;
+}
+
+static PyObject *enter_ledger_phase(PyObject *self, PyObject *args) {
+    int phase;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "i", &phase))
+        return NULL;
+    if (phase < 0 || phase >= LEDGER_PHASES)
+        return PyErr_Format(PyExc_ValueError, "%d is no phase of the ledger", phase);
+    return PyLong_FromUnsignedLongLong(ledger_enter(-1, (enum ledger_phase)phase));
+}
+
+static PyObject *leave_ledger_phase(PyObject *self, PyObject *args) {
+    unsigned long long place;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "K", &place))
+        return NULL;
+    ledger_leave(place);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
+    {"open_ledger", open_ledger, METH_VARARGS, NULL},
+    {"close_ledger", close_ledger, METH_NOARGS, NULL},
+    {"add_ledger_name", add_ledger_name, METH_VARARGS, NULL},
+    {"enter_ledger_phase", enter_ledger_phase, METH_VARARGS, NULL},
+    {"leave_ledger_phase", leave_ledger_phase, METH_VARARGS, NULL},
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"record_streams", record_streams, METH_O, NULL},
@@ -111,6 +159,8 @@ static int add_constants(PyObject *module) {
         {"NO_SHARD", NO_SHARD},
         {"HYBRID_SHARD", HYBRID_SHARD},
         {"HYBRID_SHARD_ZERO2", HYBRID_SHARD_ZERO2},
+        {"LEDGER_SAVE", LEDGER_SAVE},
+        {"LEDGER_LOAD", LEDGER_LOAD},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

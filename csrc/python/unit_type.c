@@ -173,6 +173,20 @@ static PyObject *get_sync_gradients(PyObject *self, void *unused) {
     return PyBool_FromLong(inside(self)->sync_gradients);
 }
 
+static PyObject *get_ledger_index(PyObject *self, void *unused) {
+    (void)unused;
+    return PyLong_FromLong(inside(self)->ledger_index);
+}
+
+static int set_ledger_index(PyObject *self, PyObject *value, void *unused) {
+    long index = value ? PyLong_AsLong(value) : -1;
+    (void)unused;
+    if (PyErr_Occurred())
+        return -1;
+    inside(self)->ledger_index = index >= 0 && index < LEDGER_CAPACITY ? (int32_t)index : -1;
+    return 0;
+}
+
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     int wanted = value ? PyObject_IsTrue(value) : -1;
     (void)unused;
@@ -183,6 +197,7 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
 }
 
 static PyGetSetDef attributes[] = {
+    {"ledger_index", get_ledger_index, set_ledger_index, NULL, NULL},
     {"handle", get_handle, NULL, NULL, NULL},
     {"runtime", get_runtime, NULL, NULL, NULL},
     {"is_root", get_is_root, NULL, NULL, NULL},

@@ -19,8 +19,10 @@ static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
+    ledger_enter(unit->ledger_index, LEDGER_BACKWARD_GATHER);
     if (precision_for_backward(unit) < 0 || schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
+    ledger_enter(unit->ledger_index, LEDGER_BACKWARD);
     unit->needs_pre_backward_unshard = unit->prefetched = false;
     if (prefetch_before_backward(unit) < 0)
         return -1;

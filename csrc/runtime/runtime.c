@@ -189,8 +189,10 @@ int runtime_finish_reduction(struct runtime *runtime) {
     runtime->reducing = NULL;
     if (!unit)
         return 0;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_REDUCE);
     if (schedule_finish_reduction(unit) < 0)
         return -1;
+    ledger_leave(place);
     return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
 }
 
@@ -266,6 +268,7 @@ int runtime_final_callback(struct runtime *runtime) {
     if (result < 0)
         return -1;
     order_next_iteration(runtime);
+    ledger_end_step();
     runtime->callback_queued = false;
     return 0;
 }
@@ -303,6 +306,7 @@ int runtime_reset(struct runtime *runtime) {
         if (reset_flags(unit) < 0)
             return -1;
     }
+    ledger_leave(0);
     runtime->num_post = 0;
     runtime->callback_queued = false;
     return schedule_settle(&runtime->schedule);

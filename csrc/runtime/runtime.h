@@ -16,6 +16,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
+#include "runtime/ledger.h"
 #include "runtime/order_check.h"
 #include "runtime/schedule.h"
 
@@ -57,6 +58,7 @@ struct unit {
     bool ran_pre_backward, needs_pre_backward_unshard, prefetched;
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
+    int32_t ledger_index;           /* of its name in the ledger, -1: none */
     stream_event gathered, reduced; /* owned; ends of this unit's last all-gather and reduction */
 };
 

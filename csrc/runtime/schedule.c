@@ -128,6 +128,26 @@ static int limiter_note_free(struct schedule *schedule) {
     return stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->limiter[slot]);
 }
 
+/* ---- failure ---- */
+
+/* A collective failed: its error says of which unit and, where ledgers are kept, where the other ranks are. Returns -1. */
+static int explain_failure(struct unit *unit, const char *collective) {
+    PyObject *type, *value, *traceback;
+    ledger_note_failure();
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *module = PyImport_ImportModule("fsdp_c.ledger"), *done = NULL;
+    if (module)
+        done = PyObject_CallMethod(module, "explain", "OsOL", value, collective, unit->name,
+                                   (long long)unit->handle->layout.rank);
+    if (!done)
+        PyErr_Clear();
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, traceback);
+    return -1;
+}
+
 /* ---- unshard and reshard ---- */
 
 int schedule_unshard(struct unit *unit) {
@@ -146,7 +166,7 @@ int schedule_unshard(struct unit *unit) {
 int schedule_wait_unsharded(struct unit *unit) {
     bool pending = unit->handle->param_state == PARAM_UNSHARDING;
     if (handle_unshard_wait(unit->handle) < 0)
-        return -1;
+        return explain_failure(unit, "all-gather");
     return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
 }
 
@@ -182,7 +202,9 @@ int schedule_finish_reduction(struct unit *unit) {
     if (stream_enter(streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = handle_reduce_finish(unit->handle);
-    if (!result)
+    if (result < 0)
+        explain_failure(unit, "reduction");
+    else
         result = stream_record(streams, STREAM_POST_BACKWARD, &unit->reduced);
     if (stream_leave(streams) < 0 || result < 0 || stream_wait(streams, STREAM_COMPUTE, unit->reduced) < 0)
         return -1;

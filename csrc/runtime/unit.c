@@ -48,6 +48,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->limit_all_gathers = spec->limit_all_gathers;
     unit->full_precision_in_eval = spec->full_precision_in_eval;
     unit->sync_gradients = true;
+    unit->ledger_index = -1;
     unit->pre_forward_index = unit->post_forward_index = -1;
     return unit->module_ref ? 0 : -1;
 }
@@ -262,8 +263,10 @@ static int begin_forward(struct unit *unit) {
 static int unshard_for_forward(struct unit *unit) {
     if (order_record_pre_forward(unit) < 0 || begin_step_alone(unit) < 0)
         return -1;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD_GATHER);
     if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
+    ledger_leave(place);
     unit->prefetched = false;
     return order_prefetch_forward(unit);
 }
@@ -484,6 +487,7 @@ static int profiled_post_forward(struct unit *unit, PyObject **output) {
 
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD);
     Py_INCREF(args);
     Py_INCREF(kwargs);
     if (profiled_pre_forward(unit, &args, &kwargs) == 0)
@@ -492,6 +496,7 @@ static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *arg
         Py_CLEAR(output);
     if (!output)
         abandon_forward(unit);
+    ledger_leave(place);
     Py_DECREF(args);
     Py_DECREF(kwargs);
     return output;

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
+from fsdp_c import _C, ledger
 from fsdp_c.checkpoint.folder import CheckpointError, check_target, discard, make_temporary
 from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import EXTRA_STATE, _model_state, model_state, set_extra_state, show_loaded
@@ -31,6 +32,7 @@ StrPath = str | os.PathLike[str]
 EXTRA = "extra"
 
 
+@ledger.phase(_C.LEDGER_SAVE)
 def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -83,6 +85,7 @@ def save(
             discard(temporary)  # it is there after a failure only
 
 
+@ledger.phase(_C.LEDGER_LOAD)
 def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

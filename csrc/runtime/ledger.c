@@ -1,0 +1,137 @@
+#define _DEFAULT_SOURCE /* mmap, gethostname and sigaction beside C11 */
+#include "runtime/ledger.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+struct ledger_page *ledger;
+
+enum { LEDGER_NBYTES = LEDGER_HEADER_NBYTES + LEDGER_CAPACITY * LEDGER_NAME_NBYTES };
+
+static char *name_of(struct ledger_page *page, int64_t unit) {
+    return (char *)page + LEDGER_HEADER_NBYTES + unit * LEDGER_NAME_NBYTES;
+}
+
+/* ---- SIGUSR1: nothing here but what a signal handler may call ---- */
+
+static void say(const char *text) {
+    size_t length = strlen(text);
+    while (length > 0) {
+        ssize_t written = write(STDERR_FILENO, text, length);
+        if (written <= 0)
+            return;
+        text += written;
+        length -= (size_t)written;
+    }
+}
+
+static void say_number(uint64_t number) {
+    char digits[24];
+    char *first = digits + sizeof digits - 1;
+    *first = '\0';
+    do
+        *--first = (char)('0' + number % 10);
+    while (number /= 10);
+    say(first);
+}
+
+static void dump(int signal_number) {
+    static const char *const phases[LEDGER_PHASES] = {
+        [LEDGER_IDLE] = "is between steps",
+        [LEDGER_FORWARD] = "is in the forward of ",
+        [LEDGER_FORWARD_GATHER] = "waits in the all-gather of ",
+        [LEDGER_BACKWARD] = "is in the backward of ",
+        [LEDGER_BACKWARD_GATHER] = "waits in the all-gather for the backward of ",
+        [LEDGER_REDUCE] = "waits in the reduction of ",
+        [LEDGER_SAVE] = "is saving a checkpoint",
+        [LEDGER_LOAD] = "is loading a checkpoint",
+    };
+    int saved_errno = errno;
+    struct ledger_page *page = ledger;
+    (void)signal_number;
+    if (page) {
+        uint64_t place = page->place, phase = place >> 32;
+        int64_t unit = (int32_t)(uint32_t)place;
+        say("fsdp_c: rank ");
+        say_number((uint64_t)page->rank);
+        say(", step ");
+        say_number(page->step);
+        say(": ");
+        say(phase < LEDGER_PHASES ? phases[phase] : "is somewhere");
+        if (phase >= LEDGER_FORWARD && phase <= LEDGER_REDUCE)
+            say(unit >= 0 && unit < page->num_names ? name_of(page, unit) : "a unit without a name");
+        say("\n");
+    }
+    errno = saved_errno;
+}
+
+static int dump_on_signal(void) {
+    struct sigaction now, wanted;
+    if (sigaction(SIGUSR1, NULL, &now) < 0)
+        return -1;
+    if ((now.sa_flags & SA_SIGINFO) || now.sa_handler != SIG_DFL)
+        return 0; /* somebody else's */
+    memset(&wanted, 0, sizeof wanted);
+    wanted.sa_handler = dump;
+    wanted.sa_flags = SA_RESTART;
+    sigemptyset(&wanted.sa_mask);
+    return sigaction(SIGUSR1, &wanted, NULL);
+}
+
+/* ---- the file ---- */
+
+static struct ledger_page *map_file(int descriptor) {
+    if (ftruncate(descriptor, LEDGER_NBYTES) < 0)
+        return NULL;
+    /* the header's block is there from now on: a full disk must not become a SIGBUS in a step */
+    int failure = posix_fallocate(descriptor, 0, LEDGER_HEADER_NBYTES);
+    if (failure) {
+        errno = failure;
+        return NULL;
+    }
+    void *memory = mmap(NULL, LEDGER_NBYTES, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    return memory == MAP_FAILED ? NULL : memory;
+}
+
+int ledger_open(const char *path, int64_t rank, int64_t world_size) {
+    if (unlink(path) < 0 && errno != ENOENT) /* an earlier process may still have it mapped: not to be cut */
+        return -1;
+    int descriptor = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    if (descriptor < 0)
+        return -1;
+    struct ledger_page *page = map_file(descriptor);
+    int saved_errno = errno;
+    close(descriptor);
+    if (!page) {
+        errno = saved_errno;
+        return -1;
+    }
+    page->rank = rank;
+    page->world_size = world_size;
+    page->pid = getpid();
+    gethostname(page->host, sizeof page->host - 1);
+    memcpy(page->magic, "FSDPCLG1", sizeof page->magic);
+    ledger_close();
+    ledger = page;
+    return dump_on_signal();
+}
+
+/* The signal's handler stays: it does nothing without a ledger. */
+void ledger_close(void) {
+    struct ledger_page *page = ledger;
+    ledger = NULL;
+    if (page)
+        munmap(page, LEDGER_NBYTES);
+}
+
+int32_t ledger_add_name(const char *name) {
+    if (!ledger || ledger->num_names >= LEDGER_CAPACITY)
+        return -1;
+    snprintf(name_of(ledger, ledger->num_names), LEDGER_NAME_NBYTES, "%s", name);
+    return (int32_t)ledger->num_names++;
+}

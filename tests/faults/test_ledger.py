@@ -1,0 +1,185 @@
+"""Which rank is where: the ledger that FSDP_C_LEDGER makes each rank keep, and what fsdp_c.where makes of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import ledger, where
+from tests.models import WIDTH, Block, Net
+from tests.ranks import on_ranks
+
+
+@contextmanager
+def ledgers(folder: str) -> Iterator[Path]:
+    with mock.patch.dict(os.environ, {ledger.VARIABLE: folder}):
+        try:
+            yield Path(folder)
+        finally:
+            dist.barrier()
+            ledger.close()
+
+
+def build() -> FSDP:
+    torch.manual_seed(5)
+    return FSDP(
+        Net(blocks=2),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        use_orig_params=True,
+    )
+
+
+def places(folder: Path) -> list[str]:
+    return [ledger.describe([entry._replace(world_size=0)]) for entry in ledger.read(folder)]
+
+
+@on_ranks(2, label="faults")
+def test_a_step_passes_through_the_phases_of_each_unit(rank: int, world_size: int, tmp_path: Path) -> None:
+    with ledgers(str(tmp_path)):
+        model, seen = build(), []
+
+        def look(*_: object) -> None:
+            seen.append(places(tmp_path)[rank].removeprefix(f"rank {rank} "))
+
+        model.module.blocks[1].module.down.register_forward_pre_hook(look)
+        model.module.head.register_forward_pre_hook(look)
+        model.module.blocks[0].module.up.register_full_backward_hook(look)
+        loss = model(torch.randn(3, WIDTH)).sum()
+        look()
+        loss.backward()
+        dist.barrier()
+        look()
+    expected = [
+        "is in the forward of blocks.1 (step 0)",
+        "is in the forward of the root (step 0)",
+        "is between steps (step 0)",
+        "is in the backward of blocks.0 (step 0)",
+        "is between steps (step 1)",
+    ]
+    assert seen == expected
+
+
+WAITS = {
+    "forward": r"all-gather of blocks\.1 \(step 1\)",
+    "backward": r"(reduction of blocks\.1|all-gather for the backward of blocks\.0) \(step 1\)",
+}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@on_ranks(2, timeout_s=30, label="faults")
+def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
+    rank: int, world_size: int, tmp_path: Path, direction: str
+) -> None:
+    told = tmp_path / "told"
+    waits = rf"rank 0 waits in the {WAITS[direction]}"
+
+    def lag(*_: object) -> None:
+        if rank == 1:
+            line = ""
+            for _ in range(200):
+                line = ledger.describe(ledger.read(tmp_path))
+                if re.search(waits, line):
+                    break
+                time.sleep(0.02)
+            told.write_text(line)
+
+    with ledgers(str(tmp_path)):
+        model = build()
+        model(torch.randn(3, WIDTH)).sum().backward()
+        inner = model.module.blocks[1 if direction == "backward" else 0].module.down
+        if direction == "forward":
+            inner.register_forward_hook(lag)
+        else:
+            inner.register_full_backward_hook(lag)
+        model(torch.randn(3, WIDTH)).sum().backward()
+    assert re.search(waits, told.read_text()), told.read_text()
+    at = "forward of blocks.0" if direction == "forward" else "backward of blocks.1"
+    assert f"rank 1 is in the {at} (step 1)" in told.read_text()
+
+
+@on_ranks(2, label="faults")
+def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("the peer is gone")
+
+    with ledgers(str(tmp_path)):
+        model = build()
+        model(torch.randn(3, WIDTH)).sum().backward()
+        with mock.patch.object(dist, "all_gather_single", lambda *_, **__: Lost()):
+            with pytest.raises(RuntimeError, match="the peer is gone") as raised:
+                model(torch.randn(3, WIDTH))
+        with mock.patch.object(dist, "reduce_scatter_single", lambda *_, **__: Lost()):
+            with pytest.raises(RuntimeError, match=f"rank {rank}, unit .*: its reduction failed or timed out"):
+                model(torch.randn(3, WIDTH)).sum().backward()
+    assert f"rank {rank}, unit Net" in str(raised.value)
+    assert re.search(r"all-gather of the root \(step 1, its collective failed\)", str(raised.value))
+
+
+@on_ranks(2, label="faults")
+def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    build()(torch.randn(3, WIDTH))
+    assert not list(tmp_path.glob("*.ledger"))
+    file = tmp_path / f"file{rank}"
+    file.write_text("")
+    with ledgers(str(file)), pytest.warns(UserWarning, match=f"rank {rank}: no ledger in"):
+        build()(torch.randn(3, WIDTH))
+
+
+def test_the_command_groups_ranks_that_are_at_the_same_place(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    waiting = [ledger.Entry(rank, 6, 4, 2, "layers.8", False, False) for rank in (0, 1, 2, 5)]
+    lagging = ledger.Entry(3, 6, 4, 1, "layers.7", False, True)
+    with mock.patch.object(ledger, "read", lambda folder: [*waiting, lagging]):
+        assert where.main([str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == (
+        "rank 3 is in the forward of layers.7 (step 4, the process has ended), "
+        "ranks 0 to 2, 5 wait in the all-gather of layers.8 (step 4), rank 4 kept no ledger"
+    )
+
+
+def test_the_command_says_what_is_wrong_with_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert where.main([str(tmp_path)]) == 1
+    assert "holds no ledger" in capsys.readouterr().err
+    (tmp_path / "rank00000.ledger").write_bytes(b"FSDPCLG1")
+    assert where.main([str(tmp_path)]) == 1
+    assert "is no ledger" in capsys.readouterr().err
+
+
+KILLED = """
+import os, signal, sys
+import fsdp_c
+from fsdp_c import _C
+_C.open_ledger(sys.argv[1] + "/rank00000.ledger", 0, 1)
+assert _C.add_ledger_name("x" * 300) == 0
+_C.enter_ledger_phase(_C.LEDGER_SAVE)
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_ledger_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "fsdp_c: rank 0, step 0: is saving a checkpoint\n" in done.stderr
+    assert places(tmp_path) == ["rank 0 is saving a checkpoint (step 0, the process has ended)"]
