@@ -431,7 +431,7 @@ static int post_forward(struct unit *unit, PyObject **output) {
         return -1;
     if (unit->handle && reshard_after_forward(unit) < 0)
         return -1;
-    if (unit->is_root && !expected && schedule_settle(&unit->runtime->schedule) < 0)
+    if (unit->is_root && !unit->needs_pre_backward_unshard && schedule_settle(&unit->runtime->schedule) < 0)
         return -1;
     return unit_set_training_state(unit, USE_IDLE);
 }
