@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint.folder import METADATA, CheckpointError, is_checkpoint
-from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, are_disjoint, read_checkpoint
 from fsdp_c.checkpoint.sources import Info, Source
 from fsdp_c.checkpoint.storage import narrowed, read_object, read_tensor
 from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_parts
@@ -170,6 +170,7 @@ def _whole_shape(path: Path, key: str, parts: list[_Stored]) -> tuple[int, ...]:
     ends = [tuple(o + s for o, s in zip(part.offsets, part.shape, strict=True)) for part in parts]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
     alike = len({(part.dtype, len(part.shape)) for part in parts}) == 1
+    alike = alike and are_disjoint([(part.offsets, part.shape) for part in parts])
     if not alike or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
         raise CheckpointError(f"{path}: the parts of {key} in {len(parts)} files do not make one tensor of {shape}")
     return shape

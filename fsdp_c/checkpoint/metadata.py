@@ -14,6 +14,9 @@ import json
 import math
 import pathlib
 import pickle
+import pickletools
+import re
+import reprlib
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,7 +33,8 @@ from fsdp_c.checkpoint.pieces import Place
 FORMAT = "fsdp_c.checkpoint"
 VERSION = 1
 _MAX_METADATA_NBYTES = 8 * 2**30
-_MAX_INDEX = 10**6  # of an element in a nested list
+_MAX_DIMS = 64  # as torch has it for most operations
+_MAX_GAPS = 1000  # in nested lists, whose elements are entries
 
 _MODULES = {
     "torch.distributed.checkpoint.metadata": {
@@ -68,10 +72,46 @@ class Value:
         return None  # nothing has to be there: what is needed is checked
 
 
+_SIZED = ("PUT", "LONG_BINPUT")  # of the memo, which is made as long as they say
+_OPCODES = {ord(op.code): op for op in pickletools.opcodes}
+_FIXED_NBYTES = {code: op.arg.n if op.arg else 0 for code, op in _OPCODES.items() if op.name not in (*_SIZED, "STOP")}
+
+
+def _fixed_opcodes() -> re.Pattern[bytes]:
+    """Matches a run of opcodes whose arguments have a fixed length."""
+    parts = []
+    for nbytes in sorted({*_FIXED_NBYTES.values()} - {each for each in _FIXED_NBYTES.values() if each < 0}):
+        codes = b"".join(b"\\x%02x" % code for code, each in _FIXED_NBYTES.items() if each == nbytes)
+        parts.append(b"[%s].{%d}" % (codes, nbytes))
+    return re.compile(b"(?:%s){0,4096}" % b"|".join(parts), re.DOTALL)
+
+
+_FIXED = _fixed_opcodes()
+
+
+def check_pickle(content: bytes) -> None:
+    """Raise ValueError for a pickle that would have its reader allocate more than a few times its own size."""
+    file, at = io.BytesIO(content), 0
+    while at < len(content):
+        start, at = at, _FIXED.match(content, at).end()  # type: ignore[union-attr]
+        if at > start:
+            continue
+        op = _OPCODES.get(content[at])
+        if op is None or op.name == "STOP":
+            return
+        file.seek(at + 1)
+        assert op.arg is not None
+        argument = op.arg.reader(file)  # which sees that as many bytes are there as it says
+        if op.name in _SIZED and argument > at:
+            raise ValueError(f"its memo would have {argument} places")
+        at = file.tell()
+
+
 class _Unpickler(pickle.Unpickler):
     """See [Note: A pickle from a stranger]. The classes are made for one reading, so nothing can be left on them."""
 
     def __init__(self, content: bytes) -> None:
+        check_pickle(content)
         super().__init__(io.BytesIO(content))
         self.classes: dict[str, type[Value]] = {}
 
@@ -168,7 +208,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         return _Reader(folder).read()
     except CheckpointError:
         raise
-    except (OSError, MemoryError):
+    except OSError:
         raise
     except Exception as error:
         # unpickling and the values found can fail in any way
@@ -259,6 +299,7 @@ class _Reader:
         chunks = [self._chunk(key, shape, dtype, chunk, stored) for chunk in value.chunks]
         total = sum(chunk.numel for chunk in chunks)
         _require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
+        _require(total * dtype.itemsize <= sum(self.sizes.values()), f"{key} is larger than all files")
         _require(are_disjoint([(c.offsets, c.sizes) for c in chunks]), f"chunks of {key} overlap")
         return TensorEntry(shape, dtype, chunks)
 
@@ -290,14 +331,15 @@ def _require(condition: Any, problem: str) -> None:
 
 
 def _ints(values: Any, what: str) -> tuple[int, ...]:
-    _require(isinstance(values, (tuple, list)), f"{what}: {type(values).__name__} where sizes are expected")
-    _require(all(type(v) is int and 0 <= v < 2**62 for v in values), f"{what}: sizes {values}")
+    if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
+        raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
     return tuple(values)
 
 
 def _shape(values: Any, what: str) -> tuple[int, ...]:
     sizes = _ints(values, what)
-    _require(math.prod(sizes) < 2**62, f"{what}: sizes {sizes}")
+    if len(sizes) > _MAX_DIMS or math.prod(sizes) >= 2**62:
+        raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
     return sizes
 
 
@@ -348,8 +390,9 @@ def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict
     for key in entries:
         path = given.get(key, (key,))
         sound = isinstance(path, tuple) and path and type(path[0]) is str
-        sound = sound and all(type(p) is str or (type(p) is int and 0 <= p < _MAX_INDEX) for p in path)
-        _require(sound, f"the path of {key} in the dict is {path!r}")
+        sound = sound and all(type(p) is str or (type(p) is int and 0 <= p < len(entries) + _MAX_GAPS) for p in path)
+        if not sound:
+            raise ValueError(f"the path of {key} in the dict is {reprlib.repr(path)}")
         paths[key] = path
     return paths
 

@@ -9,6 +9,7 @@ memory of their file, and all other names are refused.
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import Value, are_disjoint
+from fsdp_c.checkpoint.metadata import Value, are_disjoint, check_pickle
+from fsdp_c.checkpoint.storage import check_archive
 from fsdp_c.traversal import FLAT_PARAM
 
 _INERT = {
@@ -91,7 +93,9 @@ class _Unpickler(pickle.Unpickler):
     """See [Note: One rank's file]. Classes and functions are made for one reading: nothing can be left on them."""
 
     def __init__(self, file: Any, **_: Any) -> None:
-        super().__init__(file, encoding="utf-8")
+        content = file.read()
+        check_pickle(content)
+        super().__init__(io.BytesIO(content), encoding="utf-8")
         self.classes: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -121,6 +125,7 @@ class _Unpickler(pickle.Unpickler):
 def load_rank_file(path: Path) -> dict[str, Any]:
     """The state dict of one rank. CheckpointError for a file that has anything else, or is damaged."""
     try:
+        check_archive(path)
         reading = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)  # what torch asks of a pickle module
         loaded = torch.load(path, "cpu", pickle_module=reading, weights_only=False, mmap=True)
     except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -184,6 +185,19 @@ def _torch_load_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chun
     return loaded
 
 
+def is_archive(path: Path) -> bool:
+    """Whether a file begins as a zip archive does: torch.save's, since 1.6."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\3\4"
+
+
+def check_archive(file: Path | BinaryIO) -> None:
+    """Raise ValueError for a zip archive whose members need more memory than they take in the file."""
+    with zipfile.ZipFile(file) as archive:
+        if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
+            raise ValueError("it holds compressed data, which torch.save does not write")
+
+
 def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
     file.seek(start)
     content = file.read(length)
@@ -194,9 +208,10 @@ def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
 
 def _torch_load(what: str, content: bytes) -> Any:
     try:
+        check_archive(io.BytesIO(content))
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:
-        raise CheckpointError(f"{what} cannot be read ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{what} cannot be read ({(str(error) or repr(error)).splitlines()[0]})") from error
 
 
 def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:

@@ -7,7 +7,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,7 @@ from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict, strides_fit
 from fsdp_c.checkpoint.rank_files import Parted, Shape, Sharded, flat_places, is_flat, load_rank_file, put_together
 from fsdp_c.checkpoint.sources import Info
-from fsdp_c.checkpoint.storage import narrowed
-
-
-def check_archive(file: Path | BinaryIO, what: str) -> None:
-    """Refuse a zip archive whose members need more memory than they take in the file."""
-    with zipfile.ZipFile(file) as archive:
-        if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-            raise CheckpointError(f"{what}: holds compressed data, which torch.save does not write")
+from fsdp_c.checkpoint.storage import check_archive, is_archive, narrowed
 
 
 def is_held(value: Tensor) -> bool:
@@ -34,10 +27,14 @@ def is_held(value: Tensor) -> bool:
 
 def holds_parts(path: Path) -> bool:
     """Whether a file has one rank's part of a sharded state dict."""
-    if not zipfile.is_zipfile(path):
+    if not is_archive(path):
         return False
-    with zipfile.ZipFile(path) as archive:
-        described = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+    try:
+        check_archive(path)
+        with zipfile.ZipFile(path) as archive:
+            described = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+    except Exception as error:
+        raise CheckpointError(f"{path}: {_reason(error)}") from error
     return b"torch.distributed._shard" in described or b"torch.distributed.tensor" in described
 
 
@@ -47,15 +44,15 @@ def in_order(files: Sequence[Path]) -> list[Path]:
 
 
 def archive_problems(path: Path) -> Iterator[str]:
-    if not zipfile.is_zipfile(path):
+    if not is_archive(path):
         return
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(path) as archive:  # which opening the source has done before
         for name in archive.namelist():
             try:
                 with archive.open(name) as member:
                     while member.read(2**20):
                         pass
-            except zipfile.BadZipFile:
+            except Exception:  # of as many kinds as there are kinds of damage
                 yield f"{path}: {name.split('/', 1)[-1]} is damaged: its checksum does not match"
 
 
@@ -71,23 +68,21 @@ class TorchSource:
         self.values, paths = flatten_state_dict(loaded)
         for key, value in self.values.items():
             if isinstance(value, Tensor) and not is_held(value):
-                raise CheckpointError(
-                    f"{path}: {key} is {value.layout} of {list(value.shape)} in less memory than that"
-                )
+                raise CheckpointError(f"{path}: {key} is sparse, or has more elements than the file")
         self.entries = {
             key: Info(paths[key], tuple(value.shape), value.dtype) if isinstance(value, Tensor) else Info(paths[key])
             for key, value in self.values.items()
         }
 
     def _load(self) -> Any:
-        is_archive = zipfile.is_zipfile(self.path)
-        if is_archive:
-            check_archive(self.path, str(self.path))
-        else:
+        archive = is_archive(self.path)
+        if not archive:
             self.kind += " of before 1.6, which is read into memory as a whole"
         try:
+            if archive:
+                check_archive(self.path)
             # mapped, so that tensors are in memory only while they are used
-            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=is_archive or None)
+            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=archive or None)
         except Exception as error:
             raise CheckpointError(f"{self.path}: {_reason(error)}") from error
 
@@ -123,9 +118,8 @@ class RankFilesSource:
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         self.path, self.files = path, in_order(files)
         for file in self.files:
-            if not zipfile.is_zipfile(file):
+            if not is_archive(file):
                 raise CheckpointError(f"{file}: not a file of torch.save")
-            check_archive(file, str(file))
         self.kind = f"torch.save, {len(files)} file{'s' if len(files) > 1 else ''}"
         flattened = [flatten_state_dict(load_rank_file(file)) for file in self.files]
         self.contents = [values for values, _ in flattened]
@@ -149,6 +143,8 @@ class RankFilesSource:
         first = next(content[key] for content in self.contents if key in content)
         if isinstance(first, Sharded):
             self.values[key] = value = put_together(key, values)
+            if math.prod(value.shape) * value.dtype.itemsize > sum(file.stat().st_size for file in self.files):
+                raise ValueError(f"{key} is larger than all files")
             self.entries[key] = Info(path, value.shape, value.dtype)
         elif isinstance(first, Tensor):
             if not self._is_view(values):

@@ -6,7 +6,9 @@ import io
 import json
 import os
 import pickle
+import resource
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli
-from fsdp_c.checkpoint.metadata import checksums_content, read_checkpoint
+from fsdp_c.checkpoint.metadata import check_pickle, checksums_content, read_checkpoint
 from fsdp_c.checkpoint.storage import read_nested
+from tests.fuzz.checkpoint import SUBJECTS
+from tests.fuzz.checkpoint import run as run_trials
 
 
 class Harm:
@@ -142,6 +146,22 @@ def chunk(offsets: list[int], sizes: list[int]) -> list[ChunkStorageMetadata]:
     return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
 
 
+def repeated(metadata: Metadata) -> None:
+    """The same bytes of a file as ever more rows."""
+    entry = metadata.state_dict_metadata["model.weight"]
+    entry.size, entry.chunks = torch.Size([2000, 3]), [chunk([2 * at, 0], [2, 3])[0] for at in range(1000)]
+    (place,) = [info for index, info in metadata.storage_data.items() if index.fqn == "model.weight"]
+    metadata.storage_data[MetadataIndex("model.weight")] = place
+
+
+def doubled(times: int) -> Any:
+    """A tuple in a few bytes whose text would fill the memory."""
+    value: Any = ()
+    for _ in range(times):
+        value = (value, value)
+    return value
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -165,6 +185,9 @@ def chunk(offsets: list[int], sizes: list[int]) -> list[ChunkStorageMetadata]:
         (set_tensor(chunks=None), "no dtype or chunks"),
         (set_tensor(properties=None), "damaged"),
         (set_tensor(chunks=chunk([0, 0], [1, 3]) + chunk([1, 0], [1, 3])), "is nowhere|24 bytes|have"),
+        (set_tensor(chunks=chunk([0, 0], [1, 3]) * 2), "overlap"),
+        (repeated, "model.weight is larger than all files"),
+        (set_tensor(size=doubled(40)), "where sizes are expected"),
         (huge, "sizes|bytes of a file"),
         (long_path, "the path of note"),
         (no_place, "nowhere"),
@@ -302,3 +325,68 @@ def test_bytes_entries_stay_bytes(tmp_path: Path) -> None:
     rewrite(path, metadata)
     with pytest.raises(CheckpointError, match="model.weight is no tensor in the checkpoint"):
         checkpoint.load(nn.Linear(3, 2, bias=False), None, path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02]r\xff\xff\xff\x7f.",  # a memo of 2**31 places
+        b"\x80\x02]p2147483647\n.",
+        b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00.",  # 2**40 bytes
+        b"\x80\x02\x8b\xff\xff\xff\x7f.",  # a number of 2**31 bytes
+    ],
+)
+def test_metadata_do_not_say_how_much_memory_is_taken(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    torch_checkpoint(path)
+    (path / ".metadata").write_bytes(content)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refused(path, "damaged, or not written by DCP")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def test_ordinary_pickles_pass(tmp_path: Path) -> None:
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        value = {f"key{i}": (i, [i] * (i % 7), -i, 2**40 * i, 0.5, None, True, b"x" * i, "y" * 300) for i in range(600)}
+        check_pickle(pickle.dumps(value, protocol))
+
+
+def compressed(path: Path) -> Path:
+    """A file of torch.save, in a thousandth of its size."""
+    torch.save({"a": torch.zeros(2**20)}, path.with_suffix(".stored"))
+    with zipfile.ZipFile(path.with_suffix(".stored")) as stored:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in stored.namelist():
+                archive.writestr(name, stored.read(name))
+    return path
+
+
+def test_compressed_data_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ckpt"
+    with_object(path, compressed(tmp_path / "bomb.pt").read_bytes())
+    with pytest.raises(CheckpointError, match="compressed data"):
+        read_nested(read_checkpoint(path), "note")
+    assert cli.main(["inspect", str(tmp_path / "bomb.pt")]) == 2
+    assert "compressed data" in capsys.readouterr().err
+
+
+def test_a_tensor_of_more_elements_than_its_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"a": torch.zeros(1).expand(2**40)}, tmp_path / "model.pt")
+    assert cli.main(["inspect", str(tmp_path / "model.pt")]) == 2
+    assert "a is sparse, or has more elements than the file" in capsys.readouterr().err
+
+
+def test_the_files_of_ranks_are_not_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    marker = tmp_path / "harmed"
+    for name in ("rank0.pt", "rank1.pt"):
+        torch.save({name: torch.ones(2), f"{name}.harm": Harm(marker)}, tmp_path / name)
+    assert cli.main(["inspect", str(tmp_path)]) == 2
+    assert "it names posix.system, which no state dict has" in capsys.readouterr().err
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_mutated_checkpoints_are_refused_or_read(name: str) -> None:
+    """A few of the trials of tests/fuzz/checkpoint.py."""
+    outcomes = run_trials(name, seed=1, first=0, count=150)
+    assert outcomes["refused"] > 30 and outcomes["read"] > 5
