@@ -274,6 +274,10 @@ def live_unsharded_nbytes() -> int:
 def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
 
+def watch_gradients(function: Callable[[Handle, tuple[Any, ...] | None], Any] | None, /) -> None:
+    """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None per
+    parameter) with each contribution, None before its reduction, which all ranks of its groups reach. None: nobody."""
+
 def open_ledger(path: str, rank: int, world_size: int, /) -> None:
     """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
 

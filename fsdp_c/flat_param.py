@@ -206,6 +206,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         self._fsdp_extension = fsdp_extension
         self.device = device
         self.process_group = process_group
+        self.replicate_group = replicate_group
         self.rank = process_group.rank()
         self.world_size = process_group.size()
         self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")

@@ -154,14 +154,14 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # ----------------------------------------------------------------- in errors
 
 
-def explain(error: BaseException, collective: str, unit: str, rank: int) -> None:
+def explain(error: BaseException, collective: str, handle: Any) -> None:
     """Add to a collective's error, in place, of which unit it was and where the other ranks are.
 
     The runtime in C calls it. Only RuntimeError, as backends raise it; what user code raises stays as it is.
     """
     if not isinstance(error, RuntimeError) or len(error.args) != 1:
         return
-    text = f"{error.args[0]}\nrank {rank}, unit {unit}: its {collective} failed or timed out."
+    text = f"{error.args[0]}\nrank {dist.get_rank()}, unit {handle.name}: its {collective} failed or timed out."
     if _open_folder is not None:
         with contextlib.suppress(OSError, ValueError):
             text += f" {describe(read(_open_folder))}."

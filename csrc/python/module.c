@@ -6,6 +6,7 @@
 #include "python/types.h"
 #include "runtime/hook.h"
 #include "runtime/replaced.h"
+#include "runtime/watch.h"
 #include "torch/buffer.h"
 #include "torch/names.h"
 #include "torch/ops.h"
@@ -67,6 +68,12 @@ static PyObject *record_streams(PyObject *self, PyObject *recorder) {
     return Py_NewRef(Py_None);
 }
 
+static PyObject *watch_gradients(PyObject *self, PyObject *function) {
+    (void)self;
+    watch_set(function);
+    Py_RETURN_NONE;
+}
+
 static PyObject *open_ledger(PyObject *self, PyObject *args) {
     PyObject *path;
     long long rank, world_size;
@@ -111,6 +118,7 @@ static PyObject *leave_ledger_phase(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef functions[] = {
+    {"watch_gradients", watch_gradients, METH_O, NULL},
     {"open_ledger", open_ledger, METH_VARARGS, NULL},
     {"close_ledger", close_ledger, METH_NOARGS, NULL},
     {"add_ledger_name", add_ledger_name, METH_VARARGS, NULL},

@@ -1,6 +1,7 @@
 /* A unit in backward: what its hooks do (D-050 to D-088). */
 #include "runtime/replaced.h"
 #include "runtime/runtime.h"
+#include "runtime/watch.h"
 #include "torch/names.h"
 #include "torch/profile.h"
 
@@ -89,7 +90,7 @@ static int free_and_prefetch(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || handle_pack(unit->handle) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || watch(unit, Py_None) < 0 || handle_pack(unit->handle) < 0)
         return -1;
     if (free_and_prefetch(unit) < 0)
         return -1;

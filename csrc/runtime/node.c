@@ -1,6 +1,7 @@
 /* The autograd function of a unit. See [Note: one node per unit] in runtime.h. */
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
+#include "runtime/watch.h"
 #include "torch/names.h"
 
 static PyObject *apply; /* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
@@ -72,6 +73,8 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
         return NULL;
     struct unit *unit = hook_target(token);
     int result = unit ? refuse_double_backward(unit, args) : 0;
+    if (unit && !result)
+        result = watch(unit, args);
     if (unit && !result)
         result = handle_receive(unit->handle, args);
     Py_DECREF(token);

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "runtime/hook.h"
+#include "runtime/watch.h"
 #include "torch/names.h"
 
 /* ---- life ---- */
@@ -231,7 +232,7 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
         return 0;
     if (handle_prepare_gradient(unit->handle) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
-    if (handle_pack(unit->handle) < 0)
+    if (watch(unit, Py_None) < 0 || handle_pack(unit->handle) < 0)
         return -1;
     runtime->reducing = unit;
     return schedule_reduce(unit) < 0 ? -1 : runtime_finish_reduction(runtime);

@@ -138,8 +138,7 @@ static int explain_failure(struct unit *unit, const char *collective) {
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *module = PyImport_ImportModule("fsdp_c.ledger"), *done = NULL;
     if (module)
-        done = PyObject_CallMethod(module, "explain", "OsOL", value, collective, unit->name,
-                                   (long long)unit->handle->layout.rank);
+        done = PyObject_CallMethod(module, "explain", "OsO", value, collective, unit->handle_object);
     if (!done)
         PyErr_Clear();
     Py_XDECREF(module);

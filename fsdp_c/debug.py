@@ -1,0 +1,162 @@
+"""Looking for the rank where numbers go wrong: gradients that are not finite, replicas that have drifted apart."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_c import _C
+from fsdp_c.ledger import ranks_text
+from fsdp_c.traversal import clean_name, joined, units_with_paths
+
+_NOTHING = torch.iinfo(torch.int64).max
+
+
+class _Detector:
+    """Notes per unit the first parameter that received NaN or inf here, and asks the other ranks at the reduction.
+
+    First is the last in the unit's order: backward passes from the last to the first, and so does what goes wrong.
+    """
+
+    def __init__(self) -> None:
+        self.noted: dict[_C.Handle, int] = {}
+
+    def __call__(self, handle: Any, gradients: tuple[Any, ...] | None) -> None:
+        if gradients is None:
+            self.ask_others(handle)
+        elif handle not in self.noted:
+            for index in reversed(range(len(gradients) - 1)):
+                gradient = gradients[index + 1]
+                if gradient is not None and not bool(torch.isfinite(gradient).all()):
+                    self.noted[handle] = 2 * index + int(bool(torch.isnan(gradient).any()))
+                    break
+
+    def ask_others(self, handle: Any) -> None:
+        fqns = handle.flat_param._fqns
+        here = self.noted.pop(handle, None)
+        code = _NOTHING if here is None else 2 * len(fqns) * dist.get_rank() + here
+        first = torch.tensor(code, device=handle.device)
+        for group in (handle.process_group, handle.replicate_group):
+            if group is not None and group.size() > 1:
+                dist.all_reduce(first, op=dist.ReduceOp.MIN, group=group)
+        if int(first) == _NOTHING:
+            return
+        rank, rest = divmod(int(first), 2 * len(fqns))
+        raise FloatingPointError(
+            f"rank {rank}, unit {handle.name}: the gradient of {clean_name(fqns[rest // 2])} holds "
+            f"{'NaN' if rest % 2 else 'inf'}, before it was reduced with those of other ranks. Look at what this "
+            f"parameter's module computes from rank {rank}'s batch, for instance under "
+            "torch.autograd.detect_anomaly()."
+        )
+
+
+@contextlib.contextmanager
+def detect_anomalies() -> Iterator[None]:
+    """In the body, every backward raises when a gradient is NaN or inf, before the reduction spreads it.
+
+    FloatingPointError on every rank of the unit's groups, naming the lowest rank that has one, the unit and its
+    parameter: the first unit in the order of the backward, and in it the parameter that was registered last, which
+    backward reaches first as a rule. Costs a pass over all gradients and one all-reduce of 8 bytes per unit, and waits
+    for both: for looking, not for training. Collective: all ranks are in the body, or none. Gradients of ``no_sync``
+    are noted, and raise at the reduction. Losses of a grad scaler overflow on purpose: leave the scaler out.
+    RuntimeError inside another ``detect_anomalies``.
+    """
+    global _watching
+    if _watching:
+        raise RuntimeError("detect_anomalies() is on already: leave it before it is entered again")
+    _watching = True
+    _C.watch_gradients(_Detector())
+    try:
+        yield
+    finally:
+        _C.watch_gradients(None)
+        _watching = False
+
+
+_watching = False
+
+
+# ----------------------------------------------------------------- replicas
+
+
+def checksum(model: nn.Module, *, buffers: bool = True) -> None:
+    """Raise unless replicas hold the same bits: parameters of NO_SHARD and hybrid units, and the model's buffers.
+
+    RuntimeError on every rank, naming the first parameter or buffer that differs and which ranks agree with each
+    other. Sharded parameters have no replicas. Buffers that ranks compute from their own batch, like the running
+    statistics of a batch norm, differ by right: ``buffers=False`` leaves them out. Collective over the groups of all
+    units, between steps; sends 8 bytes per parameter and buffer.
+    """
+    units = units_with_paths(model)
+    found: list[tuple[int, str]] = []
+    groups: dict[dist.ProcessGroup, None] = {}
+    for order, (path, unit) in enumerate(units):
+        handle = unit._handle
+        groups |= dict.fromkeys(group for group in (unit.process_group, _replicas(unit)) if group is not None)
+        group = None if handle is None else _group_of_replicas(handle)
+        if group is not None:
+            found += _drift(order, _parameters(path, handle), group)
+    if buffers and groups:
+        found += _drift(
+            len(units), {clean_name(name): buffer for name, buffer in model.named_buffers()}, next(iter(groups))
+        )
+    _raise_first(found, list(groups))
+
+
+def _replicas(unit: Any) -> dist.ProcessGroup | None:
+    return vars(unit).get("_inter_node_pg")
+
+
+def _group_of_replicas(handle: Any) -> dist.ProcessGroup | None:
+    """The ranks that hold the same shard, where there are several."""
+    group = handle.process_group if not handle.uses_sharded_strategy else handle.replicate_group
+    if not handle.uses_sharded_strategy and group.size() == 1:
+        group = handle.replicate_group  # a hybrid strategy over shard groups of one rank
+    return group if group is not None and group.size() > 1 else None
+
+
+def _parameters(path: str, handle: Any) -> dict[str, Tensor]:
+    """What this rank holds of each parameter, by its name in the user's model."""
+    layout, shard = handle.layout, handle.local_shard
+    shard = handle.flat_param.detach() if shard is None else shard
+    return {
+        clean_name(joined(path, fqn)): shard[start : start + numel]
+        for fqn, (held, start, numel, _) in zip(handle.flat_param._fqns, layout.shard_ranges(), strict=True)
+        if held
+    }
+
+
+def _drift(order: int, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[tuple[int, str]]:
+    """The first of ``tensors`` of which the ranks of ``group`` hold different bits, as a list of one or none."""
+    if not tensors:
+        return []
+    own = torch.ops.fsdp_c.checksums([tensor.detach().cpu().contiguous() for tensor in tensors.values()])
+    device = next(iter(tensors.values())).device
+    everyone = [torch.empty_like(own, device=device) for _ in range(group.size())]
+    dist.all_gather(everyone, own.to(device), group=group)
+    sums = torch.stack(everyone).tolist()
+    for index, name in enumerate(tensors):
+        holders: dict[int, list[int]] = defaultdict(list)
+        for rank, row in zip(dist.get_process_group_ranks(group), sums, strict=True):
+            holders[row[index]].append(rank)
+        if len(holders) > 1:
+            return [(order, f"{name} is one on {' and another on '.join(map(ranks_text, holders.values()))}")]
+    return []
+
+
+def _raise_first(found: list[tuple[int, str]], groups: list[dist.ProcessGroup]) -> None:
+    for group in groups:  # each passes on what it heard, so that all ranks raise the same
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, found, group=group)
+        found = sorted({one for part in everyone for one in part})[:1]
+    if found:
+        raise RuntimeError(
+            f"replicas have drifted apart: {found[0][1]}. Load a checkpoint, or broadcast what is right; look for code "
+            "that changes parameters or buffers on some ranks only."
+        )
