@@ -1,18 +1,18 @@
 /* Enough of CUDA to run the .cu files of csrc/kernels/ as plain C++ on the CPU, one thread of the grid after the other.
  *
- * Blocks run one by one. The threads of a block run one by one too, unless the kernel has barriers: then each is a real thread,
- * and __syncthreads is a real barrier. Included before everything else by -include. */
+ * Blocks run one by one. The threads of a block run one by one too; where the kernel has barriers each runs up to the next one
+ * in turn, on a stack of its own. Included before everything else by -include. */
 #ifndef TESTS_NATIVE_CUDA_EMULATION_H
 #define TESTS_NATIVE_CUDA_EMULATION_H
 
 #define FSDP_CUDA_EMULATION
 
-#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <ucontext.h>
 
-#include <thread>
+#include <functional>
 #include <vector>
 
 #define __global__
@@ -34,22 +34,71 @@ inline void __stwb(uint4 *memory, uint4 value) {
 struct emulated_index {
     unsigned x;
 };
-inline thread_local emulated_index blockIdx, threadIdx;
-inline emulated_index gridDim;
-inline pthread_barrier_t *emulated_barrier;
+inline emulated_index blockIdx, threadIdx, gridDim;
 inline int64_t emulated_launches;
 inline int64_t emulated_most_blocks;
 
-/* A barrier in a kernel that was enqueued as one without would let its threads run ahead unseen. */
-inline void __syncthreads() {
-    if (!emulated_barrier) {
-        fprintf(stderr, "__syncthreads in a kernel enqueued without barriers\n");
-        abort();
-    }
-    pthread_barrier_wait(emulated_barrier);
+/* ---- threads of a block that stop at barriers ---- */
+
+enum { EMULATED_STACK_NBYTES = 256 * 1024 };
+
+struct emulated_thread {
+    ucontext_t context;
+    std::vector<char> stack;
+    bool ended;
+};
+
+inline ucontext_t emulated_scheduler;
+inline emulated_thread *emulated_current; /* null: the kernel was enqueued as one without barriers */
+inline std::function<void()> emulated_body;
+
+inline void emulated_stop(const char *why) {
+    fprintf(stderr, "%s\n", why);
+    abort();
 }
 
-inline thread_local int emulated_device;
+inline void __syncthreads() {
+    if (!emulated_current) {
+        emulated_stop("__syncthreads in a kernel enqueued without barriers");
+    }
+    swapcontext(&emulated_current->context, &emulated_scheduler);
+}
+
+inline void emulated_entry() {
+    emulated_body();
+    emulated_current->ended = true;
+    swapcontext(&emulated_current->context, &emulated_scheduler);
+}
+
+inline void emulated_start(emulated_thread *thread) {
+    thread->stack.resize(EMULATED_STACK_NBYTES);
+    thread->ended = false;
+    getcontext(&thread->context);
+    thread->context.uc_stack.ss_sp = thread->stack.data();
+    thread->context.uc_stack.ss_size = thread->stack.size();
+    thread->context.uc_link = nullptr;
+    makecontext(&thread->context, emulated_entry, 0);
+}
+
+/* Each thread up to its next barrier, or its end: all come to the same. Returns whether they ended. */
+inline bool emulated_round(std::vector<emulated_thread> &threads) {
+    size_t ended = 0;
+    for (size_t i = 0; i < threads.size(); i++) {
+        threadIdx.x = (unsigned)i;
+        emulated_current = &threads[i];
+        swapcontext(&emulated_scheduler, &threads[i].context);
+        ended += threads[i].ended;
+    }
+    emulated_current = nullptr;
+    if (ended != 0 && ended != threads.size()) {
+        emulated_stop("some threads of a block wait at a barrier that others do not reach");
+    }
+    return ended != 0;
+}
+
+/* ---- launches ---- */
+
+inline int emulated_device;
 
 /* A stream takes launches only while its device is the current one. */
 inline void emulated_grid(int64_t blocks, int device) {
@@ -73,25 +122,16 @@ template <typename Body> void emulate(int64_t blocks, unsigned threads, int devi
 }
 
 template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned threads, int device, Body body) {
-    pthread_barrier_t barrier;
+    std::vector<emulated_thread> running(threads);
     emulated_grid(blocks, device);
-    pthread_barrier_init(&barrier, nullptr, threads);
-    emulated_barrier = &barrier;
-    for (int64_t block = 0; block < blocks; block++) {
-        std::vector<std::thread> running;
-        for (unsigned thread = 0; thread < threads; thread++) {
-            running.emplace_back([=] {
-                blockIdx.x = (unsigned)block;
-                threadIdx.x = thread;
-                body();
-            });
+    emulated_body = body;
+    for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
+        for (emulated_thread &thread : running) {
+            emulated_start(&thread);
         }
-        for (std::thread &thread : running) {
-            thread.join();
+        while (!emulated_round(running)) {
         }
     }
-    emulated_barrier = nullptr;
-    pthread_barrier_destroy(&barrier);
 }
 
 /* ---- the runtime, of one device unless a test says otherwise ---- */

@@ -23,8 +23,9 @@ struct memory {
     char *whole;
     char *data;
     int64_t nbytes;
+    enum dtype dtype;
 
-    memory(enum dtype dtype, int64_t numel, int64_t shift = 0) {
+    memory(enum dtype of, int64_t numel, int64_t shift = 0) : dtype(of) {
         int64_t before = shift * nbytes_of(dtype);
         nbytes = numel * nbytes_of(dtype);
         whole = (char *)malloc((size_t)(before + nbytes) + 1);
@@ -40,8 +41,20 @@ struct memory {
     void set(const memory &other) {
         memcpy(data, other.data, (size_t)nbytes);
     }
+    bool is_nan(int64_t i) const {
+        double value = 0;
+        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * nbytes_of(dtype), dtype, 1, 1.0, nullptr);
+        return value != value;
+    }
+    /* Bit for bit, but for the payload of a NaN, which no conversion promises. */
     bool equals(const memory &other) const {
-        return memcmp(data, other.data, (size_t)nbytes) == 0;
+        int64_t size = nbytes_of(dtype);
+        for (int64_t i = 0; i < nbytes / size; i++) {
+            if (memcmp(data + i * size, other.data + i * size, (size_t)size) != 0 && !(is_nan(i) && other.is_nan(i))) {
+                return false;
+            }
+        }
+        return true;
     }
 };
 

@@ -58,7 +58,7 @@ def test_emulated_kernels_equal_the_cpus(tmp_path: Path) -> None:
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, objects))
-    compile_to(tmp_path / "kernels", "c++", *sanitize, *map(str, objects.values()), "-lpthread", "-lm")
+    compile_to(tmp_path / "kernels", "c++", *sanitize, *map(str, objects.values()), "-lm")
     result = run(tmp_path / "kernels")
     assert result.returncode == 0, result.stdout + result.stderr
 
