@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.clients.support import (
+    TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
     full_parameters,
@@ -107,7 +108,7 @@ def train(acc, model, optimizer, batches, max_norm=None):
     ],
     ids=["flat", "orig", "recomputed", "offloaded", "replicated"],
 )
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_size, options):
     acc = accelerator(rank, world_size, micro_batches=2, **options)
     model, optimizer, loader = prepared(acc)
@@ -128,7 +129,7 @@ def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_
 
 @pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"])
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_params, kind, tmp_path):
     acc = accelerator(rank, world_size, use_orig_params=use_orig_params, state_dict_type=kind)
     model, optimizer, loader = prepared(acc)
@@ -149,7 +150,7 @@ def test_load_state_goes_on_where_save_state_was(rank, world_size, use_orig_para
 
 
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use_orig_params):
     """accelerate upcasts flat parameters between construction and the first forward (clients.md)."""
     acc = accelerator(rank, world_size, use_orig_params=use_orig_params, mixed_precision="bf16")
@@ -176,7 +177,7 @@ def test_low_precision_model_is_trained_in_fp32_under_bf16(rank, world_size, use
         assert (found[name] - param).norm() <= 0.05 * moved + 1e-7, name
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_saved_models_are_those_of_the_unsharded_model(rank, world_size, tmp_path):
     """Accelerator.save_model and merge_fsdp_weights: safetensors that a plain model loads."""
     from accelerate.utils import merge_fsdp_weights

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.clients.lightning_models import STEPS, Layer, manually_wrapped, mlp, on_cpu, rank_batch, whole_loss
 from tests.clients.support import (
+    TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
     full_parameters,
@@ -75,7 +76,7 @@ def expected_run(steps=range(STEPS), **options) -> tuple[list[float], dict[str, 
     ],
     ids=["wrapped", "recomputed", "offloaded"],
 )
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_model_and_optimizer_set_up_together_train_as_unsharded(rank, world_size, options):
     run = fabric(rank, world_size, **options)
     plain = mlp()
@@ -87,7 +88,7 @@ def test_model_and_optimizer_set_up_together_train_as_unsharded(rank, world_size
 
 
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_layers_wrapped_by_hand_train_as_unsharded(rank, world_size, use_orig_params):
     run = fabric(rank, world_size, use_orig_params=use_orig_params)
     with run.init_module():
@@ -100,7 +101,7 @@ def test_layers_wrapped_by_hand_train_as_unsharded(rank, world_size, use_orig_pa
     assert_same_parameters(full_parameters(model._forward_module), parameters)
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_marked_methods_compute_with_gathered_parameters(rank, world_size):
     run = fabric(rank, world_size, auto_wrap_policy={Layer})
     model = run.setup_module(mlp())
@@ -111,7 +112,7 @@ def test_marked_methods_compute_with_gathered_parameters(rank, world_size):
     run.backward(loss)
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_bf16_mixed_precision_keeps_fp32_parameters(rank, world_size):
     run = fabric(rank, world_size, precision="bf16-mixed", auto_wrap_policy={Layer})
     model = run.setup_module(mlp())
@@ -155,14 +156,14 @@ def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_pa
         "path": tmp_path / "checkpoint",
         "options": {"use_orig_params": use_orig_params, "state_dict_type": kind},
     }
-    before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments)[0]
-    after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments)[0]
+    before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments, TIMEOUT_S)[0]
+    after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments, TIMEOUT_S)[0]
     losses, expected = expected_run()
     assert before + after == pytest.approx(losses, rel=1e-5)
     assert_same_parameters(parameters, expected)
 
 
-@on_ranks(4, label=LIBRARY)
+@on_ranks(4, TIMEOUT_S, LIBRARY)
 def test_hybrid_run_resumed_from_shards_ends_as_the_unsharded_one(rank, world_size, tmp_path):
     """Fabric has torch divide the optimizer's state over all ranks, where units shard over two."""
     mesh = init_device_mesh("cpu", (2, 2))

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from tests.clients.lightning_models import Layer, batch, manually_wrapped, mlp, on_cpu, whole_loss
 from tests.clients.support import (
+    TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
     full_parameters,
@@ -107,7 +108,7 @@ def expected_run() -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["policy", "configure_model"])
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, by_hand, tmp_path):
     options = {"use_orig_params": use_orig_params} | ({} if by_hand else {"auto_wrap_policy": {Layer}})
     run, module = trainer(rank, world_size, tmp_path, options, max_epochs=2), lit_module(by_hand=by_hand)
@@ -128,7 +129,7 @@ def test_trained_and_validated_as_unsharded(rank, world_size, use_orig_params, b
 
 
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_accumulated_clipped_steps_are_those_of_the_unsharded_model(rank, world_size, use_orig_params, tmp_path):
     options = {"use_orig_params": use_orig_params, "auto_wrap_policy": {Layer}}
     run = trainer(rank, world_size, tmp_path, options, max_epochs=2, accumulate_grad_batches=EPOCH)
@@ -165,8 +166,8 @@ def resumed(rank: int, world_size: int, folder: Path, options: dict[str, Any]) -
 def test_run_resumed_on_another_number_of_ranks_ends_as_the_unsharded_one(tmp_path, use_orig_params, kind):
     """Saved by 2 ranks after one epoch of two, resumed by 3."""
     arguments = {"folder": tmp_path, "options": {"use_orig_params": use_orig_params, "state_dict_type": kind}}
-    before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments)[0]
-    after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments)[0]
+    before = pool(2, LIBRARY).run(HERE, "trained_and_saved", arguments, TIMEOUT_S)[0]
+    after, parameters = pool(3, LIBRARY).run(HERE, "resumed", arguments, TIMEOUT_S)[0]
     losses, expected = expected_run()
     assert before + after == pytest.approx(losses, rel=1e-5)
     assert_same_parameters(parameters, expected)

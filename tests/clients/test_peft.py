@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.clients.support import (
+    TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
     full_parameters,
@@ -104,7 +105,7 @@ def train(model: Any, rank: int, world_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_orig_params):
     launched(rank, world_size)
     model = wrapped(with_adapters(), use_orig_params)
@@ -116,13 +117,13 @@ def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_or
     assert frozen and all(torch.equal(found[name], plain.state_dict()[name]) for name in frozen)
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
     """PEFT finds adapters behind the wrapper's prefix, which it knows at the start of a name alone: one unit."""
     from peft import PeftModel, get_peft_model_state_dict
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     launched(rank, world_size)
+    FSDP = torch.distributed.fsdp.FullyShardedDataParallel
     model = FSDP(with_adapters(), use_orig_params=True, device_id=torch.device("cpu"))
     train(model, rank, world_size)
     plain, _ = trained_reference()
@@ -136,12 +137,12 @@ def test_adapters_are_saved_and_loaded_as_unsharded(rank, world_size, tmp_path):
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_orig_params):
     """disable_adapter is how reference models are evaluated; merging writes into frozen parameters."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     launched(rank, world_size)
+    FSDP = torch.distributed.fsdp.FullyShardedDataParallel
     model = wrapped(with_adapters(), use_orig_params)
     train(model, rank, world_size)
     mine = tokens(9, world_size).chunk(world_size)[rank]
@@ -157,7 +158,7 @@ def test_adapters_are_set_aside_and_merged_as_unsharded(rank, world_size, use_or
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_trainer_trains_adapters_as_unsharded(rank, world_size, use_orig_params, tmp_path):
     from transformers import Trainer, TrainingArguments
 

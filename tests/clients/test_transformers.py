@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.clients.support import (
+    TIMEOUT_S,
     assert_ours,
     assert_same_parameters,
     full_parameters,
@@ -110,7 +111,7 @@ def trained_reference(world_size: int) -> tuple[nn.Module, list[float]]:
 
 
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, use_orig_params, tmp_path):
     from transformers import GPT2LMHeadModel
 
@@ -132,12 +133,11 @@ def test_trained_evaluated_and_saved_as_the_unsharded_model(rank, world_size, us
 
 
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig_params, tmp_path):
     """Under summon_full_params, and by the forward method that the Trainer registers."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
     run = trainer(rank, world_size, tmp_path, use_orig_params=use_orig_params, save_strategy="no")
+    FSDP = torch.distributed.fsdp.FullyShardedDataParallel
     run.train()
     plain = language_model()
     plain.load_state_dict(full_parameters(run.model))
@@ -155,7 +155,7 @@ def test_generates_what_the_unsharded_model_generates(rank, world_size, use_orig
     ("state_dict_type", "optim"), [("FULL_STATE_DICT", "adamw_torch"), ("SHARDED_STATE_DICT", "sgd")]
 )
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_resumed_run_ends_as_the_undisturbed_one(rank, world_size, use_orig_params, state_dict_type, optim, tmp_path):
     options = {"use_orig_params": use_orig_params, "state_dict_type": state_dict_type, "optim": optim}
     whole = trainer(rank, world_size, tmp_path, **options)
@@ -168,7 +168,7 @@ def test_resumed_run_ends_as_the_undisturbed_one(rank, world_size, use_orig_para
         assert torch.equal(value, end[name]), name
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_model_that_one_rank_holds_is_trained_on_all(rank, world_size, tmp_path):
     """The other builds it on the meta device; weights that two layers share stay shared."""
 
@@ -184,7 +184,7 @@ def test_model_that_one_rank_holds_is_trained_on_all(rank, world_size, tmp_path)
 
 
 @both_views
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_accumulation_under_bf16_with_recomputation_stays_close(rank, world_size, use_orig_params, tmp_path):
     run = trainer(
         rank,
@@ -203,7 +203,7 @@ def test_accumulation_under_bf16_with_recomputation_stays_close(rank, world_size
     assert {param.dtype for param in run.model.parameters()} == {torch.float32}
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, tmp_path):
     """Seq2SeqTrainer generates inside summon_full_params, and ranks wait for each other's longest text."""
     from transformers import Seq2SeqTrainer, T5Config, T5ForConditionalGeneration
@@ -237,7 +237,7 @@ def test_predictions_are_generated_as_by_the_unsharded_model(rank, world_size, t
     assert torch.equal(torch.from_numpy(predictions)[:, : expected.shape[1]], expected)
 
 
-@on_ranks(2, label=LIBRARY)
+@on_ranks(2, TIMEOUT_S, LIBRARY)
 def test_uninstall_gives_the_library_torchs_class_back(rank, world_size):
     """The Trainer for sequences holds the class under a name of its own, bound when it was imported."""
     from transformers import trainer_seq2seq
