@@ -16,7 +16,15 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 # [Note: exact arithmetic] Results are compared with torch's bit for bit, so no product and sum may be fused.
-COMPILE_FLAGS = ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fexceptions", "-fvisibility=hidden", "-pthread", "-MMD"]
+COMPILE_FLAGS = [
+    "-std=c11",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fexceptions",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-MMD",
+]
 LINK_FLAGS = ["-pthread", "-ldl", "-lm"]
 STRICT_FLAGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
 
