@@ -104,7 +104,7 @@ static void flatten(StableIValue *stack, const struct op_call *call) {
     }
     OP_CHECK(padded_numel >= end, "%s: padded_numel is %" PRId64 ", but the tensors end at %" PRId64, call->name,
              padded_numel, end);
-    struct op_operand like;
+    struct op_operand like = {0};
     op_read_operand(&like, op_tensor(tensors.items[0]));
     output = op_empty(1, &padded_numel, dtype, &like);
     struct op_operand flat;
@@ -398,7 +398,7 @@ static void norms(StableIValue *stack, const struct op_call *call) {
         OP_CHECK((views[i].dtype == DTYPE_FLOAT64) == (views[0].dtype == DTYPE_FLOAT64),
                  "%s: float64 tensors cannot be mixed with others", call->name);
     }
-    struct op_operand like;
+    struct op_operand like = {0};
     op_read_operand(&like, op_tensor(tensors.items[0]));
     int64_t count = (int64_t)tensors.count;
     bool is_double = views[0].dtype == DTYPE_FLOAT64;
@@ -487,7 +487,7 @@ static void checksums(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED_MEMORY struct byte_range *ranges = NULL;
     OP_OWNED output = NULL;
-    struct op_operand operand;
+    struct op_operand operand = {0};
     op_read_list(&tensors, stack[0], true);
     OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
     ranges = op_alloc(tensors.count, sizeof *ranges);
