@@ -304,6 +304,14 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     def _training_state(self) -> HandleTrainingState:
         return list(HandleTrainingState)[self.training_state]
 
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        """What torch's own ``FSDP.optim_state_dict`` asks of units first: of ours it would read what is not there."""
+        raise RuntimeError(
+            f"unit {self.name}: torch's FSDP.optim_state_dict, which torch.distributed.checkpoint calls, does not know "
+            "fsdp_c's units. Call fsdp_c.install() before wrapping, or use "
+            "fsdp_c.FullyShardedDataParallel.optim_state_dict or fsdp_c.checkpoint"
+        )
+
     @property
     def _uses_param_mixed_precision(self) -> bool:
         return self._fwd_bwd_param_dtype != self._orig_param_dtype

@@ -1,0 +1,214 @@
+"""torch's own machinery around units on two ranks: the same results as with torch's FSDP1, in the same test."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import fsdp_c
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation
+from tests.ranks import on_ranks
+
+WAYS = ("torch", "installed", "direct")
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+Record = dict[str, Any]
+
+
+@contextlib.contextmanager
+def in_place(way: str) -> Iterator[Any]:
+    """FSDP's class: torch's, ours in its place, or ours beside it."""
+    gc.collect()
+    if way == "installed":
+        fsdp_c.install()
+    try:
+        yield implementation("torch" if way == "torch" else "fsdp_c")
+    finally:
+        fsdp_c.uninstall()
+        gc.collect()
+
+
+def wrapped(fsdp: Any, use_orig_params: bool = True, seed: int = 3, module: nn.Module | None = None) -> Any:
+    torch.manual_seed(seed)
+    return fsdp(
+        module or Net(2),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        use_orig_params=use_orig_params,
+        device_id=torch.device("cpu"),
+    )
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model: Any, optimizer: Any, steps: range, rank: int) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        loss = model(batch(step, rank)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def shards(model: nn.Module) -> Record:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def plain(value: Any) -> Any:
+    """Nested dicts and lists of tensors, of sharded ones what this rank holds."""
+    if hasattr(value, "local_shards"):
+        return [plain(shard.tensor) for shard in value.local_shards()]
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def assert_same(expected: Any, found: Any, path: str = "") -> None:
+    assert type(expected) is type(found), path
+    if isinstance(expected, Tensor):
+        assert expected.dtype == found.dtype and torch.equal(expected, found), path
+    elif isinstance(expected, dict):
+        order = list if path.startswith((".model", ".full", ".end", ".loaded")) else set  # of names: a contract there
+        assert order(expected) == order(found), path
+        for key, value in expected.items():
+            assert_same(value, found[key], f"{path}.{key}")
+    elif isinstance(expected, list):
+        assert len(expected) == len(found), path
+        for index, pair in enumerate(zip(expected, found, strict=True)):
+            assert_same(*pair, f"{path}[{index}]")
+    else:
+        assert expected == found, path
+
+
+# ------------------------------------------------------------------ DCP's state dicts (H-001 to H-008)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sharded": {},
+}
+
+
+def state_dicts(fsdp: Any, kind: str, use_orig_params: bool, rank: int) -> Record:
+    options = StateDictOptions(**OPTIONS[kind])
+    model, other = wrapped(fsdp, use_orig_params), wrapped(fsdp, use_orig_params, seed=9)
+    optimizer, other_optimizer = (torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, other))
+    record: Record = {"before": train(model, optimizer, range(2), rank)}
+    model_state, optim_state = dcp.get_state_dict(model, optimizer, options=options)
+    record |= {"model": plain(model_state), "optim": plain(optim_state)}
+    record["model_alone"] = plain(dcp.get_model_state_dict(model, options=options))
+    record["optim_alone"] = plain(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+    dcp.set_model_state_dict(other, model_state, options=options)
+    dcp.set_optimizer_state_dict(other, other_optimizer, optim_state, options=options)
+    record |= {"loaded": shards(other), "state": plain(other_optimizer.state_dict()["state"])}
+    return record | {"after": train(other, other_optimizer, range(2, 4), rank), "end": shards(other)}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+@both_views
+@on_ranks(2)
+def test_dcp_state_dicts_equal_torchs(rank: int, world_size: int, use_orig_params: bool, kind: str) -> None:
+    records = {}
+    for way in ("torch", "installed"):
+        with in_place(way) as fsdp:
+            records[way] = state_dicts(fsdp, kind, use_orig_params, rank)
+    assert_same(records["torch"], records["installed"])
+
+
+@on_ranks(2)
+def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int, world_size: int) -> None:
+    """torch's class is asked for the state of our units, of which it would read what is not there."""
+    model = wrapped(implementation("fsdp_c"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer, range(1), rank)
+    with pytest.raises(RuntimeError, match=r"unit Net: torch's FSDP.optim_state_dict.*Call fsdp_c.install\(\)"):
+        dcp.get_optimizer_state_dict(model, optimizer)
+
+
+# ------------------------------------------------------------------ checkpoint_wrapper (H-015, H-027)
+
+
+def recompute(module: nn.Module) -> None:
+    apply_activation_checkpointing(
+        module,
+        checkpoint_wrapper_fn=lambda inner: checkpoint_wrapper(inner, checkpoint_impl=CheckpointImpl.NO_REENTRANT),
+        check_fn=lambda inner: isinstance(inner, Block),
+    )
+
+
+def recomputed(fsdp: Any, when: str, use_orig_params: bool, rank: int) -> Record:
+    torch.manual_seed(4)
+    module = Net(2)
+    if when == "before":
+        recompute(module)
+    model = wrapped(fsdp, use_orig_params, module=module)
+    if when == "after":
+        recompute(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    record: Record = {"losses": train(model, optimizer, range(3), rank)}
+    return record | {"end": shards(model), "full": plain(model.state_dict())}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
+@on_ranks(2)
+def test_activation_checkpointing_before_and_after_wrapping_equals_torchs(
+    rank: int, world_size: int, use_orig_params: bool, when: str
+) -> None:
+    records = {}
+    for way in WAYS:
+        with in_place(way) as fsdp:
+            records[way] = recomputed(fsdp, when, use_orig_params, rank)
+    assert "full" in records["torch"] and records["torch"]["losses"][0] != records["torch"]["losses"][1]
+    for way in WAYS[1:]:
+        assert_same(records["torch"], records[way])
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def beside_zero(fsdp: Any, rank: int) -> Record:
+    """An encoder in units, and a head that is replicated, whose optimizer's state alone is divided."""
+    model = wrapped(fsdp)
+    torch.manual_seed(6)
+    head = nn.parallel.DistributedDataParallel(nn.Linear(model(batch(0, rank)).shape[-1], 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = ZeroRedundancyOptimizer(head.parameters(), torch.optim.AdamW, lr=0.01)
+    losses = []
+    for step in range(3):
+        loss = head(model(batch(step, rank))).square().mean()
+        loss.backward()
+        for each in (optimizer, zero):
+            each.step()
+            each.zero_grad()
+        losses.append(loss.detach())
+    return {"losses": losses, "end": shards(model), "head": shards(head)}
+
+
+@on_ranks(2)
+def test_zero_redundancy_optimizer_trains_beside_units(rank: int, world_size: int) -> None:
+    records = {}
+    for way in WAYS:
+        with in_place(way) as fsdp:
+            records[way] = beside_zero(fsdp, rank)
+    for way in WAYS[1:]:
+        assert_same(records["torch"], records[way])
