@@ -62,10 +62,27 @@ def _settle(unit: Any) -> None:
 def part_value(unit: Any, form: ParamForm, part: Tensor) -> Tensor:
     """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
     box = None if form.parallel is None else box_of_rank(form.parallel)
+    if part.dim() > 1 and box is None:
+        return whole_value(part)
+    is_replica = _is_replica(unit, form)
     if part.dim() > 1:
-        return whole_value(part) if box is None else in_box(part, form.full_shape, box)
+        return in_box(part, form.full_shape, box, is_replica)
     start = form.shard.bounds(unit.rank)[0] if unit._handle.layout.sharded else 0
-    return RangeTensor(part, form.full_shape, start, form.order, box)
+    return RangeTensor(part, form.full_shape, start, form.order, box, is_replica)
+
+
+def _is_replica(unit: Any, form: ParamForm) -> bool:
+    """Whether tensor parallelism leaves the parameter whole here, and on a rank before this one too.
+
+    Their shards may end elsewhere: what tensor parallelism divides unevenly makes flat parameters of several sizes.
+    """
+    specs = [spec for spec in unit._handle.flat_param._param_extensions if spec is not None]
+    if not specs:
+        return False
+    mesh = specs[0].mesh
+    placements = [None] * mesh.ndim if form.parallel is None else form.parallel.placements
+    places = zip(mesh.get_coordinate(), placements, strict=True)
+    return any(rank > 0 and (placement is None or placement.is_replicate()) for rank, placement in places)
 
 
 def _params_of_unit(path: str, unit: Any) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:

@@ -45,24 +45,33 @@ class RangeTensor(Tensor):
     start: int
     order: Order
     box: Box
+    is_replica: bool
 
     @staticmethod
     def __new__(
-        cls, local: Tensor, shape: Sequence[int], start: int, order: Order = None, box: Box | None = None
+        cls,
+        local: Tensor,
+        shape: Sequence[int],
+        start: int,
+        order: Order = None,
+        box: Box | None = None,
+        is_replica: bool = False,
     ) -> RangeTensor:
         """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor.
 
         ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all of it.
+        ``is_replica``: others hold the same elements, perhaps in other ranges, and write them.
         """
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
         made.local, made.start, made.order = local.detach(), start, order
         made.box = box or Box((0,) * len(shape), tuple(shape))
+        made.is_replica = is_replica
         return made
 
     def _like(self, local: Tensor) -> RangeTensor:
-        return RangeTensor(local, self.shape, self.start, self.order, self.box)
+        return RangeTensor(local, self.shape, self.start, self.order, self.box, self.is_replica)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -74,7 +83,7 @@ class RangeTensor(Tensor):
             return args[0]._like(func(args[0].local, *args[1:], **(kwargs or {})))
         if func is aten.new_empty.default:
             empty = args[0].local.new_empty(args[0].local.shape, **(kwargs or {}))
-            return cls(empty, args[1], args[0].start, args[0].order, args[0].box)
+            return cls(empty, args[1], args[0].start, args[0].order, args[0].box, args[0].is_replica)
         if func is aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
             args[0].local.copy_(args[1].local, **(kwargs or {}))
             return args[0]
@@ -110,7 +119,7 @@ class RangeTensor(Tensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(_chunk(offsets, box), properties, torch.Size(self.shape)),
             )
-            for offsets, box in self.boxes.items()
+            for offsets, box in ({} if self.is_replica else self.boxes).items()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -182,13 +191,13 @@ def whole_value(tensor: Tensor) -> Tensor:
     return in_box(tensor, tensor.shape, None)
 
 
-def in_box(local: Tensor, shape: Sequence[int], box: Box | None) -> RangeTensor:
+def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: bool = False) -> RangeTensor:
     """All of a box of a tensor of ``shape``, which is ``local``, in the same memory."""
     if not is_dense(local):
         raise NotImplementedError(f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous")
     order = None if local.is_contiguous() else memory_order(local.stride())
     flat = (local if order is None else local.permute(order)).reshape(-1)
-    return RangeTensor(flat, shape, 0, order, box)
+    return RangeTensor(flat, shape, 0, order, box, is_replica)
 
 
 def mapped_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_c import FullyShardedDataParallel, checkpoint
 from fsdp_c.checkpoint import CheckpointError
@@ -505,6 +506,28 @@ def assert_close_params(model: Any, plain: nn.Module) -> None:
         for offsets, part in getattr(values[name], "boxes", parts).items():
             expected = param.detach()[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))]
             torch.testing.assert_close(part, expected)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(4)
+def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(rank, world_size, use_orig_params):
+    """Tensor parallel ranks then have flat parameters of several sizes, which end in other places."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 7))
+    plain = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 7))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model, tp.mesh()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    options = {"device_mesh": tp.mesh()["dp"], "device_id": CPU, "use_orig_params": use_orig_params}
+    wrapped = FullyShardedDataParallel(model, **options)
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(wrapped, None, path)
+    checkpoint.load(plain, None, path)
+    assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())
+    with torch.no_grad():
+        for param in wrapped.parameters():
+            param.zero_()
+    checkpoint.load(wrapped, None, path)
+    assert_close_params(wrapped, plain)
 
 
 @on_ranks(2)
