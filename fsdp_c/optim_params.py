@@ -43,7 +43,7 @@ class OptimParams:
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.units = [unit for _, unit in units if unit._handle is not None]
         managed = self._managed(units)
-        self.raw_names = dict(model.named_parameters())
+        self.raw_names = dict(nn.Module.named_parameters(model))  # a unit's own method looks for what is summoned
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()

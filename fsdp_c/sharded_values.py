@@ -289,15 +289,14 @@ class _Places:
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
         )
-        vars(tensor).update(
-            _sharding_spec=self._spec(shards),
-            _metadata=ShardedTensorMetadata(shards, shape, properties),
-            _local_shards=[_shard(local, shards[self.rank])] if self.rank < len(shards) else [],
-            _process_group=self.group,
-            _init_rrefs=False,
-            _sharded_tensor_id=None,
-            _remote_shards={},
-        )
+        own = tensor.__dict__
+        own["_sharding_spec"] = self._spec(shards)
+        own["_metadata"] = ShardedTensorMetadata(shards, shape, properties)
+        own["_local_shards"] = [_shard(local, shards[self.rank])] if self.rank < len(shards) else []
+        own["_process_group"] = self.group
+        own["_init_rrefs"] = False
+        own["_sharded_tensor_id"] = None
+        own["_remote_shards"] = {}
         return tensor
 
 
