@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 
 from fsdp_c.traversal import clean_path
 
@@ -64,7 +65,8 @@ def agree(root: Any, units: Sequence[tuple[str, Any]], error: Exception | None) 
     digest = _digest(repr((plan, str(error))).encode())
     groups = [group for group in (root.process_group, _replicate_group(root)) if group is not None and group.size() > 1]
     try:
-        if digest != root._agreed_plan and not _all_equal(digest, groups, root.compute_device):
+        compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks have nothing to say
+        if compares and not _all_equal(digest, groups, root.compute_device):
             everyone = _exchange(RankPlan(dist.get_rank(), error and str(error), plan), groups)
             raise RuntimeError(difference(everyone))
     finally:

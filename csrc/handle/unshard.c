@@ -60,7 +60,9 @@ static int init_compute_device(struct handle *handle) {
     handle->offload = offloads(handle, &handle->compute_view);
     if (!handle->offload && handle->compute_view.device == handle->local_view.device)
         ref_set(&handle->shard_like.tensor, Py_NewRef(handle->local_shard));
-    if (!(handle->kernels = kernels_of(handle->compute_view.device, &why)))
+    bool is_fake = !handle->local_view.data && handle->layout.shard_numel > 0;
+    handle->kernels = is_fake ? &no_kernels : kernels_of(handle->compute_view.device, &why);
+    if (!handle->kernels)
         return refuse_device(handle, why);
     buffer_fini(&handle->device_shard);
     if (!handle->offload)

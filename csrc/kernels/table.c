@@ -37,3 +37,62 @@ const struct kernel_table cpu_kernels = {
     .scale = scale,
     .device_error = device_error,
 };
+
+/* Nothing is computed where there is no memory. */
+
+static enum status no_pack(void *output, enum dtype output_dtype, int64_t output_numel,
+                           const struct pack_source *sources, int64_t num_sources, double divisor,
+                           const struct kernel_stream *stream) {
+    (void)output, (void)output_dtype, (void)output_numel, (void)sources, (void)num_sources, (void)divisor, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                               int64_t num_sources, const struct kernel_stream *stream) {
+    (void)output, (void)output_dtype, (void)sources, (void)num_sources, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                                  int64_t numel, double divisor, const struct kernel_stream *stream) {
+    (void)output, (void)output_dtype, (void)input, (void)input_dtype, (void)numel, (void)divisor, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
+                                  const struct kernel_stream *stream) {
+    (void)output, (void)dtype, (void)ranges, (void)num_ranges, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_fill(void *output, enum dtype dtype, int64_t numel, double value,
+                           const struct kernel_stream *stream) {
+    (void)output, (void)dtype, (void)numel, (void)value, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_norms(void *output, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                            double p, void *scratch, const struct kernel_stream *stream) {
+    (void)output, (void)tensors, (void)numels, (void)num_tensors, (void)p, (void)scratch, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                            const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream) {
+    (void)tensors, (void)numels, (void)num_tensors, (void)coefficient, (void)coefficient_dtype, (void)stream;
+    return STATUS_OK;
+}
+
+const struct kernel_table no_kernels = {
+    .version = KERNEL_TABLE_VERSION,
+    .pack = no_pack,
+    .pack_add = no_pack_add,
+    .cast_divide = no_cast_divide,
+    .accumulate = no_cast_divide,
+    .copy_ranges = no_copy_ranges,
+    .fill = no_fill,
+    .norms = no_norms,
+    .norms_scratch_nbytes = norms_scratch_nbytes,
+    .scale = no_scale,
+    .device_error = device_error,
+};

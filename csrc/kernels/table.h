@@ -35,6 +35,8 @@ struct kernel_table {
 };
 
 extern const struct kernel_table cpu_kernels;
+extern const struct kernel_table
+    no_kernels; /* for tensors without memory, as FakeTensorMode makes them: does nothing */
 
 /* The one symbol of the CUDA library. NULL, with the reason in *why, where no kernel can be launched. */
 #define CUDA_KERNELS_SYMBOL "fsdp_c_cuda_kernels"

@@ -17,8 +17,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_c
 from tests.models import WIDTH, Block, Net
@@ -212,3 +214,42 @@ def test_zero_redundancy_optimizer_trains_beside_units(rank: int, world_size: in
             records[way] = beside_zero(fsdp, rank)
     for way in WAYS[1:]:
         assert_same(records["torch"], records[way])
+
+
+# ------------------------------------------------------------------ averaged weights
+
+
+def averaged(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
+    """Averages of shards, in a twin that is wrapped the same way."""
+    torch.manual_seed(3)
+    module = Net(2)
+    average = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average.module = wrapped(fsdp, use_orig_params, module=average.module)
+    model = wrapped(fsdp, use_orig_params, module=module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        train(model, optimizer, range(step, step + 1), rank)
+        average.update_parameters(model)
+        with torch.no_grad():
+            output = average(batch(step, rank))
+    with fsdp.state_dict_type(average.module, StateDictType.FULL_STATE_DICT):
+        whole = average.module.state_dict()
+    return {"output": output, "whole": whole, "end": shards(average.module), "model": shards(model)}
+
+
+@both_views
+@on_ranks(2)
+def test_weights_are_averaged_shard_by_shard(rank: int, world_size: int, use_orig_params: bool) -> None:
+    records = {}
+    for way in WAYS:
+        with in_place(way) as fsdp:
+            records[way] = averaged(fsdp, use_orig_params, rank)
+    torchs = records.pop("torch")
+    for stale in ("output", "whole"):  # of the root's weights before they were averaged anew (parity 4)
+        torchs.pop(stale)
+    assert any(not torch.equal(value, torchs["model"][name]) for name, value in torchs["end"].items())
+    for record in records.values():
+        plain_model = Net(2)
+        plain_model.load_state_dict(record.pop("whole"))
+        torch.testing.assert_close(record.pop("output"), plain_model(batch(2, rank)).detach())
+        assert_same(torchs, record)

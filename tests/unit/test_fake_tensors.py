@@ -1,0 +1,58 @@
+"""Models of fake tensors, which have no memory, are wrapped and stepped: any size on one machine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel
+
+PRECISIONS = {"fp32": None, "bf16": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+@pytest.fixture
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=64, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def stepped(cls: Any, use_orig_params: bool, precision: str) -> list[Any]:
+    """The shapes and dtypes that two steps leave."""
+    with FakeTensorMode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = cls(
+            nn.Sequential(nn.Linear(64, 32), nn.Sequential(nn.Linear(32, 64))),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+            use_orig_params=use_orig_params,
+            mixed_precision=PRECISIONS[precision],
+            device_id=torch.device("cpu"),
+        )
+        found: list[Any] = []
+        for _ in range(2):
+            output = model(torch.randn(2, 64))
+            output.sum().backward()
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            assert all(isinstance(grad, FakeTensor) for grad in grads)
+            found += [(tuple(each.shape), each.dtype) for each in (output, *model.parameters(), *grads)]
+            model.zero_grad()
+        return found
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.usefixtures("fake_ranks")
+def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precision: str) -> None:
+    expected = stepped(Upstream, use_orig_params, precision)
+    assert stepped(FullyShardedDataParallel, use_orig_params, precision) == expected
