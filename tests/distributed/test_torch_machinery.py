@@ -29,6 +29,7 @@ from tests.ranks import on_ranks
 
 WAYS = ("torch", "installed", "direct")
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+own_ranks = on_ranks(2, label="machinery")  # install() is refused where other tests have units of torch's alive
 Record = dict[str, Any]
 
 
@@ -127,7 +128,7 @@ def state_dicts(fsdp: Any, kind: str, use_orig_params: bool, rank: int) -> Recor
 
 @pytest.mark.parametrize("kind", OPTIONS)
 @both_views
-@on_ranks(2)
+@own_ranks
 def test_dcp_state_dicts_equal_torchs(rank: int, world_size: int, use_orig_params: bool, kind: str) -> None:
     records = {}
     for way in ("torch", "installed"):
@@ -136,7 +137,7 @@ def test_dcp_state_dicts_equal_torchs(rank: int, world_size: int, use_orig_param
     assert_same(records["torch"], records["installed"])
 
 
-@on_ranks(2)
+@own_ranks
 def test_dcp_optimizer_state_without_install_names_the_remedy(rank: int, world_size: int) -> None:
     """torch's class is asked for the state of our units, of which it would read what is not there."""
     model = wrapped(implementation("fsdp_c"))
@@ -172,7 +173,7 @@ def recomputed(fsdp: Any, when: str, use_orig_params: bool, rank: int) -> Record
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("use_orig_params", [True], ids=["orig"])
-@on_ranks(2)
+@own_ranks
 def test_activation_checkpointing_before_and_after_wrapping_equals_torchs(
     rank: int, world_size: int, use_orig_params: bool, when: str
 ) -> None:
@@ -206,7 +207,7 @@ def beside_zero(fsdp: Any, rank: int) -> Record:
     return {"losses": losses, "end": shards(model), "head": shards(head)}
 
 
-@on_ranks(2)
+@own_ranks
 def test_zero_redundancy_optimizer_trains_beside_units(rank: int, world_size: int) -> None:
     records = {}
     for way in WAYS:
@@ -238,7 +239,7 @@ def averaged(fsdp: Any, use_orig_params: bool, rank: int) -> Record:
 
 
 @both_views
-@on_ranks(2)
+@own_ranks
 def test_weights_are_averaged_shard_by_shard(rank: int, world_size: int, use_orig_params: bool) -> None:
     records = {}
     for way in WAYS:
