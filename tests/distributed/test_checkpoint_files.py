@@ -177,7 +177,7 @@ def test_safetensors_through_dcps_writer_and_reader(rank, world_size, consolidat
 
 
 @pytest.mark.parametrize("full", [True, False])
-@on_ranks(2)
+@on_ranks(2, label="installs")
 def test_state_dicts_of_fsdp2_go_both_ways(rank, world_size, full):
     """get_model_state_dict and set_model_state_dict, whole tensors or DTensors, without a file (H-001)."""
     options = StateDictOptions(full_state_dict=full)

@@ -240,7 +240,7 @@ def test_outputs_are_what_the_replaced_registration_returns(rank: int, world_siz
     assert model._handle.unsharded_nbytes == 0
 
 
-@on_ranks(2)
+@on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
 def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int, world_size: int) -> None:
     """As upstream's tests and libraries do it: on ``torch.distributed.fsdp._runtime_utils`` (H-025)."""
     from torch.distributed.fsdp import _runtime_utils as torchs

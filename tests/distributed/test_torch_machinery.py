@@ -29,7 +29,7 @@ from tests.ranks import on_ranks
 
 WAYS = ("torch", "installed", "direct")
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
-own_ranks = on_ranks(2, label="machinery")  # install() is refused where other tests have units of torch's alive
+own_ranks = on_ranks(2, label="installs")  # install() is refused where other tests have units of torch's alive
 Record = dict[str, Any]
 
 
