@@ -62,7 +62,7 @@ def agree(root: Any, units: Sequence[tuple[str, Any]], error: Exception | None) 
     may differ. RuntimeError on every rank, naming the first difference and which ranks have what.
     """
     plan = [] if error is not None else [_unit_plan(path, unit) for path, unit in units if _shares_groups(unit, root)]
-    digest = _digest(repr((plan, str(error))).encode())
+    digest = digest_of(repr((plan, str(error))).encode())
     groups = [group for group in (root.process_group, _replicate_group(root)) if group is not None and group.size() > 1]
     try:
         compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks have nothing to say
@@ -100,7 +100,7 @@ def _shares_groups(unit: Any, root: Any) -> bool:
     return same and unit._handle is not None
 
 
-def _digest(data: bytes) -> bytes:
+def digest_of(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_NBYTES).digest()
 
 
@@ -112,7 +112,7 @@ def _all_equal(digest: bytes, groups: Sequence[dist.ProcessGroup], device: torch
         if everyone[group.rank()] != digest:
             continue  # this group sends nothing: a dry run
         equal = equal and len(set(everyone)) == 1
-        digest = _digest(b"".join(everyone))
+        digest = digest_of(b"".join(everyone))
     return equal
 
 

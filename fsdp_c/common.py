@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_c.tensor_parallel import full_shape
@@ -101,6 +102,14 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def tell(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """What every rank of the group passes, in their order. Collective."""
+    told = [mine] * dist.get_world_size(group)
+    if len(told) > 1:
+        dist.all_gather_object(told, mine, group=group)
+    return told
 
 
 def synchronize(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import common
+from fsdp_c.agreement import digest_of
 from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import rank0_partition, redistribute
 from fsdp_c.sharded_values import ParamForm, by_group, param_forms, rows_of_value, shards_of_rows, to_memory_order
@@ -174,25 +175,19 @@ def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[t
 def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
     """Raise where one rank has an error, or the ranks pass different state: before anything moves. Collective."""
     known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
-    told = _tell((hashlib.blake2b(repr(known).encode(), digest_size=16).digest(), error), group)
+    ranks = dist.get_process_group_ranks(group)
+    told = common.tell((digest_of(repr(known).encode()), error), group)
     if error is not None:
         raise error
-    failed = {rank: one for rank, (_, one) in told.items() if one is not None}
-    for rank, one in failed.items():
-        raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {one}")
-    if len({digest for digest, _ in told.values()}) > 1:
-        raise ValueError(_difference({rank: set(one) for rank, one in _tell(known, group).items()}))
+    for rank, (_, failure) in zip(ranks, told, strict=True):
+        if failure is not None:
+            raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {failure}")
+    if len({digest for digest, _ in told}) > 1:
+        raise ValueError(_difference(dict(zip(ranks, map(set, common.tell(known, group)), strict=True))))
 
 
 def _dtype(value: Any) -> torch.dtype:
     return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
-
-
-def _tell(mine: Any, group: dist.ProcessGroup) -> dict[int, Any]:
-    """What each rank of the group passes. Collective."""
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, mine, group=group)
-    return dict(zip(dist.get_process_group_ranks(group), told, strict=True))
 
 
 def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_c import common
 from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import gather, join_ranges
 from fsdp_c.sharded_values import (
@@ -100,7 +101,7 @@ def _agree(
     """What there is of each managed parameter's state, in the order of the result; see [Note: One agreement]."""
     managed = {known.name: known for known in params.by_param.values() if known.unit is not None}
     own = {known.name: state for known, state in local.items() if known.unit is not None and _counts(known)}
-    told = _tell(_told(params, managed, own), group)
+    told = common.tell(_told(params, managed, own), group)
     if any(one.errors for one in told):
         raise ValueError("\n".join(error for one in told for error in one.errors))
     held = [one.held for one in told]
@@ -126,14 +127,6 @@ def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, di
         frozenset(known.name for param, known in by_param if not param.requires_grad),
         tuple(_misfits(managed, own)),
     )
-
-
-def _tell(mine: _Told, group: dist.ProcessGroup | None) -> list[_Told]:
-    """What all ranks tell, in their order."""
-    told: list[Any] = [mine] * dist.get_world_size(group)
-    if len(told) > 1:
-        dist.all_gather_object(told, mine, group=group)
-    return told
 
 
 def _own_numel(known: OptimParam) -> int:
