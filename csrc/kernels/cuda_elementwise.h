@@ -200,19 +200,19 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
 
 /* ---- all chunks ---- */
 
-/* The segment that a chunk belongs to: the last one that begins at it or before. */
-__device__ inline int32_t segment_of(const struct segment_table &table, int64_t chunk) {
+/* What a chunk belongs to: the last of ordered items that begins at it or before. */
+template <typename Item> __device__ inline const Item &item_of(const Item *items, int32_t count, int64_t chunk) {
     int32_t low = 0;
-    int32_t high = table.count;
+    int32_t high = count;
     while (high - low > 1) {
         int32_t middle = (low + high) / 2;
-        if (table.segments[middle].first_chunk <= chunk) {
+        if (items[middle].first_chunk <= chunk) {
             low = middle;
         } else {
             high = middle;
         }
     }
-    return low;
+    return items[low];
 }
 
 template <typename Out, typename In, typename Operation>
@@ -220,7 +220,7 @@ __global__ void __launch_bounds__(THREADS)
     elementwise(const __grid_constant__ struct segment_table table, Operation operation) {
     operation.begin();
     for (int64_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
-        const struct segment &segment = table.segments[segment_of(table, chunk)];
+        const struct segment &segment = item_of(table.segments, table.count, chunk);
         chunk_worker<Out, In, Operation> worker = {(Out *)segment.output, (const In *)segment.input, segment.numel,
                                                    operation};
         worker.run(chunk - segment.first_chunk, segment.numel + segment.zeros);
@@ -245,7 +245,7 @@ enum status enqueue_elementwise(struct segment_table *table, const Operation &op
     return cuda_status(cudaGetLastError());
 }
 
-/* A segment without elements would make segment_of ambiguous, and has no work. */
+/* A segment without elements would make item_of ambiguous, and has no work. */
 inline void table_add(struct segment_table *table, void *output, const void *input, int64_t numel, int64_t zeros) {
     if (numel + zeros > 0) {
         table->segments[table->count++] = {output, input, numel, zeros, 0};

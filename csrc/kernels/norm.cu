@@ -137,24 +137,10 @@ __device__ A join_chunk(const In *input, int64_t begin, int64_t end, const Kind 
     return result;
 }
 
-__device__ inline int32_t norm_input_of(const struct norm_table &table, int64_t chunk) {
-    int32_t low = 0;
-    int32_t high = table.count;
-    while (high - low > 1) {
-        int32_t middle = (low + high) / 2;
-        if (table.inputs[middle].first_chunk <= chunk) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
-}
-
 template <typename In, typename A, typename Kind>
 __global__ void __launch_bounds__(THREADS) partial_norms(const __grid_constant__ struct norm_table table, Kind kind) {
     for (int64_t chunk = blockIdx.x; chunk < table.num_chunks; chunk += gridDim.x) {
-        const struct norm_input &of = table.inputs[norm_input_of(table, chunk)];
+        const struct norm_input &of = item_of(table.inputs, table.count, chunk);
         int64_t begin = (chunk - of.first_chunk) * CHUNK_NUMEL;
         int64_t end = begin + CHUNK_NUMEL < of.numel ? begin + CHUNK_NUMEL : of.numel;
         A joined = join_block(join_chunk<In, A>((const In *)of.input, begin, end, kind), kind);
