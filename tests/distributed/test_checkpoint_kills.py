@@ -17,20 +17,13 @@ from torch import nn
 
 import fsdp_c
 from fsdp_c import checkpoint
+from tests.checkpoints import fill, save_versions
 
 KILLS = 50
 
 
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(40, 50), nn.Linear(50, 30))
-
-
-@torch.no_grad()
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
-    for param in model.parameters():
-        param.fill_(version)
-        for value in optimizer.state[param].values():
-            value.fill_(version)
 
 
 def save_on_and_on(rank: int, path: Path, first: int, report: int) -> None:
@@ -41,11 +34,7 @@ def save_on_and_on(rank: int, path: Path, first: int, report: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()
-    for version in range(first, first + 1000):
-        fill(model, optimizer, version)
-        os.write(report, f"begin {version}\n".encode())
-        checkpoint.save(model, optimizer, path, extra={"version": version})
-        os.write(report, f"done {version}\n".encode())
+    save_versions(model, optimizer, path, first, report)
 
 
 def save_plain(path: Path, version: int) -> None:

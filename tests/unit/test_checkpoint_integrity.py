@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdp_c import checkpoint
 from fsdp_c.checkpoint import CheckpointError, cli, folder
+from tests.checkpoints import fill, save_versions
 
 KILLS = 60
 
@@ -30,14 +31,6 @@ def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer.step()
     fill(model, optimizer, version)
     return model, optimizer
-
-
-@torch.no_grad()
-def fill(model: nn.Module, optimizer: torch.optim.Optimizer, version: int) -> None:
-    for param in model.parameters():
-        param.fill_(version)
-        for value in optimizer.state[param].values():
-            value.fill_(version)
 
 
 def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> set[float]:
@@ -61,11 +54,7 @@ def loaded_version(path: Path) -> int:
 def saver(path: Path, first: int, report: int) -> None:
     """In a child: one save after the other, telling which are done."""
     model, optimizer = model_of(first)
-    for version in range(first, first + 1000):
-        fill(model, optimizer, version)
-        os.write(report, f"begin {version}\n".encode())
-        checkpoint.save(model, optimizer, path, extra={"version": version})
-        os.write(report, f"done {version}\n".encode())
+    save_versions(model, optimizer, path, first, report)
 
 
 def killed_saver(path: Path, first: int, delay: float) -> list[str]:
