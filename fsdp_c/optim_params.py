@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import common
-from fsdp_c.traversal import clean_name, joined, units_with_paths
+from fsdp_c.traversal import clean_name, joined, named_params, units_with_paths
 
 Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
 
@@ -41,9 +41,10 @@ class OptimParams:
         self.use_orig_params = units[0][1]._use_orig_params
         if any(unit._use_orig_params != self.use_orig_params for _, unit in units):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
-        self.units = [unit for _, unit in units if unit._handle is not None]
+        self.all_units = [unit for _, unit in units]
+        self.units = [unit for unit in self.all_units if unit._handle is not None]
         managed = self._managed(units)
-        self.raw_names = dict(nn.Module.named_parameters(model))  # a unit's own method looks for what is summoned
+        self.raw_names = named_params(model)
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()

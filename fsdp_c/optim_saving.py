@@ -29,7 +29,7 @@ from fsdp_c.sharded_values import (
     from_memory_order,
     param_forms,
     rows_of_shards,
-    sharded_value,
+    sharded_values,
 )
 from fsdp_c.state_dict_saving import FULL_BATCH_NBYTES, split_shard
 
@@ -286,10 +286,11 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[Any, list[OptimParam]]]:
 
 def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     """This rank's part of one state of the original parameters that ``known`` stands for."""
-    unit, forms, value = known.unit, param_forms(known.unit), value.detach()
+    unit, forms = known.unit, param_forms(known.unit)
+    value = value.detach() if value.requires_grad else value
     sharded = unit._handle.layout.sharded
     if unit._use_orig_params:
-        part = value.reshape(-1) if sharded or not value.numel() else value
+        part = value.reshape(-1) if value.dim() != 1 and (sharded or not value.numel()) else value
         return [_Piece(known.fqns[0], name, forms[known.indices[0]], part)]
     return [
         _Piece(fqn, name, form, part if sharded else from_memory_order(part, form.shape, form.order))
@@ -306,11 +307,12 @@ def _own_copies(unit: Any, pieces: Sequence[_Piece], options: SaveOptions) -> It
 
 def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
     rows = rows_of_shards(units, lambda unit: [(piece.form, piece.data) for piece in pieces[unit]])
-    return {
-        (piece.fqn, piece.state_name): sharded_value(unit, own.cpu() if options.cpu_offload else own, piece.form)
-        for unit in units
-        for piece, own in zip(pieces[unit], rows[unit], strict=True)
-    }
+    values = {}
+    for unit in units:
+        own = [one.cpu() for one in rows[unit]] if options.cpu_offload else rows[unit]
+        made = sharded_values(unit, own, [piece.form for piece in pieces[unit]])
+        values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[unit]], made, strict=True))
+    return values
 
 
 def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:

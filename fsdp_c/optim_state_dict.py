@@ -13,15 +13,14 @@ from fsdp_c.api import OptimStateKeyType, StateDictType
 from fsdp_c.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.optim_params import Key, OptimParams, names_of_params, params_of_input
 from fsdp_c.optim_saving import SaveOptions, save_optim_state
-from fsdp_c.state_dict import get_state_dict_type
+from fsdp_c.state_dict import settings_of
 
 
 def optim_state_dict(model: nn.Module, optim: Any, osd: dict[str, Any] | None, group: Any) -> dict[str, Any]:
     """See FullyShardedDataParallel.optim_state_dict."""
     params = OptimParams(model)
     _check_optimizer(optim)
-    settings = get_state_dict_type(model)
-    assert settings is not None
+    settings = settings_of(params.all_units)
     config = settings.optim_state_dict_config
     options = SaveOptions(
         rank0_only=getattr(config, "rank0_only", False),
@@ -61,8 +60,7 @@ def optim_state_dict_to_load(
     """See FullyShardedDataParallel.optim_state_dict_to_load."""
     params = OptimParams(model)
     _check_optimizer(optim)
-    settings = get_state_dict_type(model)
-    assert settings is not None
+    settings = settings_of(params.all_units)
     rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
     if rank0_only and settings.state_dict_type != StateDictType.FULL_STATE_DICT:
         raise AssertionError("Expected optim_input to be None and rank0_only to be False for sharded state, got True")

@@ -209,15 +209,20 @@ def _own_shard(flat: Tensor | None, form: ParamForm, rank: int) -> Tensor:
 # ----------------------------------------------------------------- values
 
 
-def sharded_value(unit: Any, rows: Tensor, form: ParamForm) -> ShardedTensor | DTensor:
-    """A tensor of which this rank holds ``rows``: a DTensor where the unit has a mesh, else a ShardedTensor, which is
-    contiguous whatever the parameter is (F-031, F-032)."""
-    shape = form.shape
+def sharded_values(
+    unit: Any, rows: Sequence[Tensor], forms: Sequence[ParamForm]
+) -> list[ShardedTensor] | list[DTensor]:
+    """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else ShardedTensors
+    (F-031, F-032), which are contiguous whatever the parameters are."""
     if unit._device_mesh is not None:
-        return _dtensor(rows, form, unit._device_mesh)
-    rows = rows.contiguous()
-    places = _Places.of(unit, rows.device.type)
-    return places.sharded_tensor(rows, shape, places.rows_metadata(shape))
+        return [_dtensor(own, form, unit._device_mesh) for own, form in zip(rows, forms, strict=True)]
+    if not rows:
+        return []
+    places = _Places.of(unit, rows[0].device.type)
+    return [
+        places.sharded_tensor(own.contiguous(), form.shape, places.rows_metadata(form.shape))
+        for own, form in zip(rows, forms, strict=True)
+    ]
 
 
 def flat_value(unit: Any, local: Tensor, numel: int) -> ShardedTensor:
@@ -289,14 +294,15 @@ class _Places:
         tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
         )
-        own = tensor.__dict__
-        own["_sharding_spec"] = self._spec(shards)
-        own["_metadata"] = ShardedTensorMetadata(shards, shape, properties)
-        own["_local_shards"] = [_shard(local, shards[self.rank])] if self.rank < len(shards) else []
-        own["_process_group"] = self.group
-        own["_init_rrefs"] = False
-        own["_sharded_tensor_id"] = None
-        own["_remote_shards"] = {}
+        tensor.__dict__.update(
+            _sharding_spec=self._spec(shards),
+            _metadata=ShardedTensorMetadata(shards, shape, properties),
+            _local_shards=[_shard(local, shards[self.rank])] if self.rank < len(shards) else [],
+            _process_group=self.group,
+            _init_rrefs=False,
+            _sharded_tensor_id=None,
+            _remote_shards={},
+        )
         return tensor
 
 

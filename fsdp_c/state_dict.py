@@ -97,8 +97,11 @@ def state_dict_type(
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     """The settings of the units in ``module``, None without units. Raises AssertionError where they differ."""
     units = units_of(module)
-    if not units:
-        return None
+    return settings_of(units) if units else None
+
+
+def settings_of(units: list[Any]) -> StateDictSettings:
+    """The settings that all of them have. Raises AssertionError where they differ."""
     found = _settings(units[0])
     for unit in units[1:]:
         if _settings(unit) != found:

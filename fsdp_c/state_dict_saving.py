@@ -27,7 +27,7 @@ from fsdp_c.sharded_values import (
     own_rows,
     param_forms,
     rows_of_shards,
-    sharded_value,
+    sharded_values,
 )
 from fsdp_c.tensor_parallel import is_parallel
 from fsdp_c.traversal import FLAT_PARAM
@@ -226,12 +226,15 @@ def put_sharded_values(unit: Any, state_dict: dict[str, Any], prefix: str, rows:
     offload = unit._state_dict_config.offload_to_cpu
     used: set[int] = set()
     forms = param_forms(unit)
-    for param in common.managed_params(unit._handle):
+    params = common.managed_params(unit._handle)
+    values: list[Any] = []
+    for param in params:
         own = rows[param.index].clone() if param.index in used else rows[param.index]
         used.add(param.index)
-        own = own.cpu() if offload else own
-        whole = isinstance(own, DTensor)  # of both meshes already
-        state_dict[prefix + param.fqn] = own if whole else sharded_value(unit, own, forms[param.index])
+        values.append(own.cpu() if offload else own)
+    if not any(isinstance(value, DTensor) for value in values):  # which are of both meshes already
+        values = sharded_values(unit, values, [forms[param.index] for param in params])
+    state_dict.update((prefix + param.fqn, value) for param, value in zip(params, values, strict=True))
 
 
 def put_local_value(unit: Any, state_dict: dict[str, Any], prefix: str) -> None:
