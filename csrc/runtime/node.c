@@ -72,12 +72,17 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     if (!token)
         return NULL;
     struct unit *unit = hook_target(token);
-    int result = unit ? refuse_double_backward(unit, args) : 0;
-    if (unit && !result)
-        result = watch(unit, args);
-    if (unit && !result)
-        result = handle_receive(unit->handle, args);
     Py_DECREF(token);
+    if (!unit) {
+        PyErr_SetString(PyExc_RuntimeError, "backward through a FullyShardedDataParallel that is gone: keep the model "
+                                            "until its backward has run");
+        return NULL;
+    }
+    int result = refuse_double_backward(unit, args);
+    if (!result)
+        result = watch(unit, args);
+    if (!result)
+        result = handle_receive(unit->handle, args);
     return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
 }
 
@@ -162,15 +167,15 @@ int unit_attach_views(struct unit *unit) {
     bool enabled = torch_grad_enabled();
     if (!enabled && torch_inference_mode())
         return 0; /* nothing is recorded there, whatever is turned on */
-    PyObject *token = hook_new(NULL, unit, unit->object), *views = NULL;
+    PyObject *views = NULL;
     if (!enabled)
         torch_set_grad_enabled(true);
-    if (token && (unit->anchor || make_anchor(unit) == 0))
-        views = PyObject_CallFunctionObjArgs(apply, unit->anchor, token, NULL);
+    /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit the views */
+    if (unit->anchor || make_anchor(unit) == 0)
+        views = PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook, NULL);
     if (!enabled)
         torch_set_grad_enabled(false);
     unit->views_attached = true;
-    Py_XDECREF(token);
     Py_XDECREF(views);
     return views ? 0 : -1;
 }

@@ -200,3 +200,47 @@ def test_a_dropped_model_gives_its_storage_back(rank: int, world_size: int) -> N
     del model, output
     gc.collect()
     assert meter.live() == 0
+
+
+@both
+@on_ranks(2)
+def test_a_dropped_model_that_knows_itself_gives_its_storage_back(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """As a registered forward method does, or a library that keeps the wrapped model with a module inside."""
+    meter = Meter()
+    model = build("SHARD_GRAD_OP", use_orig_params=use_orig_params)
+    model.module.__dict__["wrapper"] = model
+    model(batch())
+    assert meter.live() == ALL
+    del model
+    gc.collect()
+    assert meter.live() == 0
+
+
+@both
+@on_ranks(2)
+def test_an_output_keeps_its_model_for_the_backward(rank: int, world_size: int, use_orig_params: bool) -> None:
+    meter = Meter()
+    model = build(use_orig_params=use_orig_params)
+    output, params = model(batch()), list(model.parameters())
+    del model
+    gc.collect()
+    output.sum().backward()
+    assert all(param.grad is not None for param in params if param.numel())
+    del output
+    gc.collect()
+    assert meter.live() == 0
+
+
+@on_ranks(2)
+def test_backward_of_a_model_that_is_gone_is_refused(rank: int, world_size: int) -> None:
+    from fsdp_c import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))
+    model.module.register_forward_hook(lambda module, args, output: lambda: output)  # where it is not looked for
+    output = model(batch())
+    del model
+    gc.collect()
+    with pytest.raises(RuntimeError, match="that is gone: keep the model until its backward has run"):
+        output().sum().backward()
