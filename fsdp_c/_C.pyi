@@ -97,6 +97,9 @@ def exchange_plan(
     numels, and for elements behind the last rank.
     """
 
+def prefer_large_pages(tensor: torch.Tensor, /) -> None:
+    """Ask the system for large pages under a fresh tensor on the CPU, before it is first written. Only a hint."""
+
 def flat_range_boxes(
     shape: Sequence[int], start: int, end: int, /
 ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:

@@ -5,6 +5,11 @@ A state dict has thousands of small tensors. Each is divided by a ``Partition``,
 every rank computes alone what it sends to whom, packs the pieces of many tensors into one buffer per batch, and one
 all-to-all moves them. What stays on a rank is never sent. A batch ends where its tensors reach ``BATCH_NBYTES``, the
 same on every rank; no more than a batch is in flight.
+
+[Note: Large tensors]
+What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the tensors of a
+batch are large, every part goes instead from where it lies to its place in the result, by broadcasts or from rank to
+rank: a third of the work, and no memory besides.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from torch import Tensor
 from fsdp_c import _C
 
 BATCH_NBYTES = 64 * 2**20
+LARGE_NBYTES = 2**20  # of the tensors of a batch on average; see [Note: Large tensors]
 
 # torch 2.13 names the collective as the others; the older name stays until torch drops it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -81,7 +87,12 @@ def redistribute(
     first, space = 0, _Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
         end = first + len(batch)
-        yield from _exchange(batch, sources[first:end], targets[first:end], group, shapes and shapes[first:end], space)
+        if _are_large(batch, sources[first:end], group):
+            made = _exchange_large(batch, sources[first:end], targets[first:end], group)
+            yield from _shaped(made, shapes and shapes[first:end])
+        else:
+            given = sources[first:end], targets[first:end]
+            yield from _exchange(batch, *given, group, shapes and shapes[first:end], space)
         first = end
 
 
@@ -111,7 +122,10 @@ def gather(
     first, space = 0, _Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _begins):
         end = first + len(batch)
-        yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end], space)
+        if _are_large(batch, sources[first:end], group):
+            yield from _shaped(_gather_large(batch, sources[first:end], group), shapes and shapes[first:end])
+        else:
+            yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end], space)
         first = end
 
 
@@ -294,6 +308,67 @@ def _gather_batch(
     _all_gather_single(received, sent, group=group)
     del sent  # before as much is made anew
     return plan.assemble(received, pieces, shapes)
+
+
+def _are_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> bool:
+    """The same on every rank."""
+    if pieces[0].device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(group):
+        return False
+    nbytes = sum(source.numel * piece.element_size() for piece, source in zip(pieces, sources, strict=True))
+    return nbytes >= LARGE_NBYTES * len(pieces)
+
+
+def _gather_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> list[Tensor]:
+    _check(pieces, sources, group.rank())
+    wholes = [_new(piece, source.numel) for piece, source in zip(pieces, sources, strict=True)]
+    works = []
+    for whole, piece, source in zip(wholes, pieces, sources, strict=True):
+        for rank in range(group.size()):
+            start, end = source.bounds(rank)
+            if rank == group.rank():
+                whole[start:end] = piece
+            if start < end:
+                data = whole[start:end].view(torch.uint8)
+                works.append(dist.broadcast(data, group=group, group_src=rank, async_op=True))
+    for work in works:
+        work.wait()
+    return wholes
+
+
+def _exchange_large(
+    pieces: list[Tensor], sources: Sequence[Partition], targets: Sequence[Partition], group: dist.ProcessGroup
+) -> list[Tensor]:
+    rank = group.rank()
+    _check(pieces, sources, rank)
+    made, works = [], []
+    for tag, (piece, source, target) in enumerate(zip(pieces, sources, targets, strict=True)):
+        start, end = target.bounds(rank)
+        own = _new(piece, end - start)
+        for peer, offset, numel in _C.partition_overlaps(source, target, rank):
+            if peer != rank:
+                data = piece[offset : offset + numel].view(torch.uint8)
+                works.append(dist.isend(data, group=group, group_dst=peer, tag=tag))
+        for peer, offset, numel in _C.partition_overlaps(target, source, rank):
+            place = own[offset : offset + numel]
+            if peer != rank:
+                works.append(dist.irecv(place.view(torch.uint8), group=group, group_src=peer, tag=tag))
+            else:
+                first = start + offset - source.bounds(rank)[0]
+                place.copy_(piece[first : first + numel])
+        made.append(own)
+    for work in works:
+        work.wait()
+    return made
+
+
+def _new(like: Tensor, numel: int) -> Tensor:
+    made = like.new_empty(numel)
+    _C.prefer_large_pages(made)
+    return made
+
+
+def _shaped(tensors: list[Tensor], shapes: Sequence[Sequence[int]] | None) -> list[Tensor]:
+    return [one.view(shape) for one, shape in zip(tensors, shapes, strict=True)] if shapes else tensors
 
 
 def _packed(pieces: list[Tensor], nbytes: int) -> Tensor:

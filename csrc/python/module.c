@@ -1,4 +1,5 @@
 /* The extension module fsdp_c._C. */
+#include "base/pages.h"
 #include "handle/handle_ops.h"
 #include "kernels/loops.h"
 #include "python/layout_functions.h"
@@ -28,6 +29,16 @@ static PyObject *peak_unsharded_nbytes(PyObject *self, PyObject *args, PyObject 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", names, &reset))
         return NULL;
     return PyLong_FromLongLong(buffer_peak_nbytes(reset));
+}
+
+static PyObject *prefer_large_pages(PyObject *self, PyObject *tensor) {
+    struct tensor_view view;
+    (void)self;
+    if (tensor_view_of(tensor, &view) < 0)
+        return NULL;
+    if (view.device == DEVICE_CPU)
+        pages_prefer_large(view.data, (size_t)(tensor_view_numel(&view) * dtype_nbytes(view.dtype)));
+    Py_RETURN_NONE;
 }
 
 static PyObject *replace(PyObject *self, PyObject *args) {
@@ -128,6 +139,7 @@ static PyMethodDef functions[] = {
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"record_streams", record_streams, METH_O, NULL},
     {"replace", replace, METH_VARARGS, NULL},
+    {"prefer_large_pages", prefer_large_pages, METH_O, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},
     {NULL, NULL, 0, NULL},

@@ -7,6 +7,7 @@
 
 #include <inttypes.h>
 
+#include "base/pages.h"
 #include "torch/kernel_library.h"
 #include "torch/op_stack.h"
 #include "torch/tensor.h"
@@ -361,6 +362,8 @@ static void join_ranges(StableIValue *stack, const struct op_call *call) {
         if (!call->is_meta) {
             struct op_operand output;
             op_read_operand(&output, joined);
+            pages_prefer_large(output.view.data,
+                               (size_t)output.numel * torch_abi.aoti_torch_dtype_element_size(output.dtype_code));
             copy_bytes(output.view.data, &ranges, first, count);
         }
         op_push(result.list, &joined);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -44,22 +46,37 @@ def shards(world_size: int, rank: int) -> list[Partition]:
     return [shard_partition(layout, index) for index in range(len(SHAPES))]
 
 
+@pytest.fixture(params=[2**20, 0], ids=["small", "large"])
+def large_nbytes(request: pytest.FixtureRequest) -> int:
+    """From which size on tensors count as large ones, which move one by one."""
+    return request.param
+
+
+@contextlib.contextmanager
+def limits(batch_nbytes: int, large_nbytes: int) -> Iterator[None]:
+    with (
+        mock.patch.object(redistribution, "BATCH_NBYTES", batch_nbytes),
+        mock.patch.object(redistribution, "LARGE_NBYTES", large_nbytes),
+    ):
+        yield
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("batch_nbytes", [1, 2**20])
 @on_ranks(4)
-def test_shards_become_chunks_and_chunks_shards(rank, world_size, mixed, batch_nbytes):
-    redistribution.BATCH_NBYTES, before = batch_nbytes, redistribution.BATCH_NBYTES
+def test_shards_become_chunks_and_chunks_shards(rank, world_size, mixed, batch_nbytes, large_nbytes):
     wholes, sources = tensors(mixed), shards(world_size, rank)
     targets = [chunk_partition(shape, world_size) for shape in SHAPES]
     pieces = [part(whole, source, rank) for whole, source in zip(wholes, sources, strict=True)]
     group = dist.group.WORLD
-    chunks = list(redistribute(pieces, sources, targets, group))
+    with limits(batch_nbytes, large_nbytes):
+        chunks = list(redistribute(pieces, sources, targets, group))
     for whole, chunk in zip(wholes, chunks, strict=True):
         expected = whole.chunk(world_size)[rank : rank + 1] if whole.dim() else [whole][rank:]
         assert torch.equal(chunk, torch.cat([one.flatten() for one in expected]) if expected else whole.flatten()[:0])
         assert chunk.untyped_storage().nbytes() == chunk.nbytes
-    back = list(redistribute(chunks, targets, sources, group))
-    redistribution.BATCH_NBYTES = before
+    with limits(batch_nbytes, large_nbytes):
+        back = list(redistribute(chunks, targets, sources, group))
     for piece, again in zip(pieces, back, strict=True):
         assert torch.equal(piece, again)
         assert piece.dtype == again.dtype
@@ -69,12 +86,11 @@ def test_shards_become_chunks_and_chunks_shards(rank, world_size, mixed, batch_n
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("batch_nbytes", [1, 2**20])
 @on_ranks(2)
-def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_nbytes):
-    redistribution.BATCH_NBYTES, before = batch_nbytes, redistribution.BATCH_NBYTES
+def test_gathered_tensors_are_whole(rank, world_size, rank0_only, mixed, batch_nbytes, large_nbytes):
     wholes, sources = tensors(mixed), shards(world_size, rank)
     pieces = (part(whole, source, rank) for whole, source in zip(wholes, sources, strict=True))
-    found = list(gather(pieces, sources, dist.group.WORLD, rank0_only=rank0_only))
-    redistribution.BATCH_NBYTES = before
+    with limits(batch_nbytes, large_nbytes):
+        found = list(gather(pieces, sources, dist.group.WORLD, rank0_only=rank0_only))
     for whole, full in zip(wholes, found, strict=True):
         if rank0_only and rank:
             assert full is None
