@@ -130,15 +130,22 @@ static int limiter_note_free(struct schedule *schedule) {
 
 /* ---- failure ---- */
 
-/* A collective failed: its error says of which unit and, where ledgers are kept, where the other ranks are. Returns -1. */
-static int explain_failure(struct unit *unit, const char *collective) {
+static enum ledger_phase gather_phase(const struct unit *unit) {
+    enum training_state state = unit->handle->training_state;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? LEDGER_BACKWARD_GATHER : LEDGER_FORWARD_GATHER;
+}
+
+/* A collective failed: its error says of which unit and phase and, where ledgers are kept, where the other ranks are. Returns -1. */
+static int explain_failure(struct unit *unit, enum ledger_phase phase) {
     PyObject *type, *value, *traceback;
+    ledger_enter(unit->ledger_index, phase);
     ledger_note_failure();
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *module = PyImport_ImportModule("fsdp_c.ledger"), *done = NULL;
     if (module)
-        done = PyObject_CallMethod(module, "explain", "OsO", value, collective, unit->handle_object);
+        done = PyObject_CallMethod(module, "explain", "OiLO", value, (int)phase, (long long)unit->runtime->iteration,
+                                   unit->handle_object);
     if (!done)
         PyErr_Clear();
     Py_XDECREF(module);
@@ -165,7 +172,7 @@ int schedule_unshard(struct unit *unit) {
 int schedule_wait_unsharded(struct unit *unit) {
     bool pending = unit->handle->param_state == PARAM_UNSHARDING;
     if (handle_unshard_wait(unit->handle) < 0)
-        return explain_failure(unit, "all-gather");
+        return explain_failure(unit, gather_phase(unit));
     return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
 }
 
@@ -202,7 +209,7 @@ int schedule_finish_reduction(struct unit *unit) {
         return -1;
     int result = handle_reduce_finish(unit->handle);
     if (result < 0)
-        explain_failure(unit, "reduction");
+        explain_failure(unit, LEDGER_REDUCE);
     else
         result = stream_record(streams, STREAM_POST_BACKWARD, &unit->reduced);
     if (stream_leave(streams) < 0 || result < 0 || stream_wait(streams, STREAM_COMPUTE, unit->reduced) < 0)
