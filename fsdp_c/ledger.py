@@ -172,12 +172,13 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # ----------------------------------------------------------------- in errors
 
 
-def explain(error: BaseException, number: int, step: int, handle: Any) -> None:
+def explain(error: BaseException, number: int, step: int, handle: Any, enqueued: bool) -> None:
     """Add to a collective's error, in place, of which unit and phase it was and where the other ranks are.
 
-    The runtime in C calls it. Only RuntimeError, as backends raise it; what user code raises stays as it is.
+    The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being enqueued only
+    what nobody else raises; what user code raises stays as it is.
     """
-    if isinstance(error, RuntimeError):
+    if isinstance(error, RuntimeError if enqueued else dist.DistError):
         _explain(error, f", step {step}", _PHASES[number][0].format(handle.name))
 
 
@@ -198,12 +199,12 @@ def explained(doing: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         if dist.is_initialized():
-            _C.note_ledger_failure()
             _explain(error, "", f"is {doing}")
         raise
 
 
 def _explain(error: RuntimeError, step: str, doing: str) -> None:
+    _C.note_ledger_failure()
     if len(error.args) != 1:
         return
     text = f"{error}\nrank {dist.get_rank()}{step}: a collective failed or timed out while this rank {doing}."

@@ -38,7 +38,7 @@ EVENTS = {"exception": 0.08, "evaluation": 0.04, "state dict": 0.02, "save": 0.0
 ERRORS = (Trouble, KeyboardInterrupt, MemoryError)
 POINTS = 60  # of a step, about
 WARM_UP, EVERY = 150, 25  # rounds before a process is measured, and between measurements
-RSS_GROWTH_NBYTES = 4 << 20
+RSS_GROWTH_NBYTES = 2 << 20
 
 
 # ----------------------------------------------------------------- a rank

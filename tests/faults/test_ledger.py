@@ -126,9 +126,16 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
         with mock.patch.object(dist, "all_gather_single", lambda *_, **__: Lost()):
             with pytest.raises(RuntimeError, match="the peer is gone") as raised:
                 model(torch.randn(3, WIDTH))
+        with mock.patch.object(dist, "reduce_scatter_single", side_effect=dist.DistBackendError("aborted")):
+            with pytest.raises(dist.DistBackendError, match="aborted\\nrank .* waits in the reduction of Block at"):
+                model(torch.randn(3, WIDTH)).sum().backward()
         with mock.patch.object(dist, "reduce_scatter_single", lambda *_, **__: Lost()):
             with pytest.raises(RuntimeError, match="waits in the reduction of Block at 'blocks.1'"):
                 model(torch.randn(3, WIDTH)).sum().backward()
+        model(torch.randn(3, WIDTH)).sum().backward()
+        with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("reset by peer")):
+            with pytest.raises(RuntimeError, match=f"reset by peer\\nrank {rank}: .* is clipping gradients"):
+                model.clip_grad_norm_(1.0)
     text = f"rank {rank}, step 1: a collective failed or timed out while this rank waits in the all-gather of Net"
     assert text in str(raised.value)
     assert re.search(r"all-gather of the root \(step 1, its collective failed\)", str(raised.value))
