@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda bench-cuda analyze
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda bench-cuda analyze soak
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,6 +25,7 @@ help:
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
 	@echo 'make test-faults   every fault that tests/faults knows, at every point'
+	@echo 'make soak          2,000 steps under random faults, beside the same undisturbed'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
 	@echo 'make build         compile the extension in place'
@@ -87,6 +88,9 @@ test-parity: build $(VENV)/.dev
 
 test-faults: build $(VENV)/.dev
 	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults
+
+soak: build $(VENV)/.dev
+	$(BIN)/python -m tests.faults.soak
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients

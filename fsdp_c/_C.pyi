@@ -299,6 +299,9 @@ def enter_ledger_phase(phase: int, /) -> int:
 def leave_ledger_phase(place: int, /) -> None:
     """Be back where ``enter_ledger_phase`` was called."""
 
+def note_ledger_failure() -> None:
+    """A collective failed where this rank is now; the ledger keeps that until the end of the next step."""
+
 def cpu_capabilities() -> tuple[str, ...]:
     """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""
 

@@ -366,9 +366,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             raise error
         members = [unit for _, unit in units]
         buffers.cast_for_computation(members, self.compute_device)
-        for unit in members:  # inner units of a tree that this one is wrapped around, or was taken out of
+        for path, unit in units:  # inner units of a tree that this one is wrapped around, or was taken out of
             unit._reset_lazy_init()
             if unit._handle is not None:
+                unit._handle.name = unit_name(unit._fsdp_wrapped_module, clean_path(path))
                 unit._handle.optimizer_in_backward = unit._handle._has_optim_in_backward
         ledger.keep(units)
         runtime = _C.Runtime([unit._unit for unit in members])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_c import _C, tensor_parallel
+from fsdp_c import _C, ledger, tensor_parallel
 
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -97,10 +97,10 @@ def _total_norm(
     # Merged before a maximum and after a sum: added before, it would count world_size times.
     if norm_type == math.inf:
         total_norm = torch.maximum(total_norm, whole_norm)
-        dist.all_reduce(total_norm, op=dist.ReduceOp.MAX, group=root.process_group)
+        _all_reduce(total_norm, dist.ReduceOp.MAX, root.process_group)
         return total_norm
     total_norm = total_norm**norm_type
-    dist.all_reduce(total_norm, group=root.process_group)
+    _all_reduce(total_norm, dist.ReduceOp.SUM, root.process_group)
     if any(whole.values()):
         total_norm += whole_norm**norm_type
     return total_norm ** (1.0 / norm_type)
@@ -120,8 +120,13 @@ def _reduced_norm(norm: Tensor, groups: Sequence[dist.ProcessGroup], norm_type: 
     is_max = norm_type == math.inf
     norm = norm if is_max else norm**norm_type
     for group in groups:
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+        _all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
     return norm if is_max else norm ** (1.0 / norm_type)
+
+
+def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    with ledger.explained("clipping gradients"):
+        dist.all_reduce(norm, op=op, group=group)
 
 
 def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:

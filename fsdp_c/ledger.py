@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -36,6 +37,12 @@ _PHASES = (  # enum ledger_phase: what one rank does, and several
     ("is saving a checkpoint", "are saving a checkpoint"),
     ("is loading a checkpoint", "are loading a checkpoint"),
 )
+_PROCESS_STATES = {  # proc(5); a killed process stays as Z until its parent asks for it
+    "T": "the process is stopped",
+    "X": "the process has ended",
+    "Z": "the process has ended",
+}
+_SETTLING_S = 0.3
 _open_folder: str | None = None
 
 
@@ -48,7 +55,7 @@ class Entry(NamedTuple):
     phase: int
     unit: str
     failed: bool  # a collective failed there
-    ended: bool  # the process was on this host, and is no more
+    process: str  # "the process has ended" or "the process is stopped", where it is on this host
 
 
 # ----------------------------------------------------------------- writing
@@ -86,11 +93,13 @@ def close() -> None:
 
 @contextlib.contextmanager
 def phase(number: int) -> Iterator[None]:
-    """In the body this rank is in a phase outside of its units; an exception leaves it there for whoever looks."""
+    """In the body this rank is in a phase outside of its units."""
     _open_if_wanted()
     place = _C.enter_ledger_phase(number)
-    yield
-    _C.leave_ledger_phase(place)
+    try:
+        yield
+    finally:
+        _C.leave_ledger_phase(place)
 
 
 # ----------------------------------------------------------------- reading
@@ -110,8 +119,17 @@ def _read_one(path: Path) -> Entry:
         raise ValueError(f"{path} is no ledger")
     _, rank, world_size, pid, count, step, place, failed, host = _HEADER.unpack_from(data)
     here = place or failed
-    ended = host.rstrip(b"\0").decode(errors="replace") == socket.gethostname() and not Path(f"/proc/{pid}").exists()
-    return Entry(rank, world_size, step, here >> 32, _name(data, here & 0xFFFFFFFF, count), bool(failed), ended)
+    local = host.rstrip(b"\0").decode(errors="replace") == socket.gethostname()
+    process = _process_state(pid) if local else ""
+    return Entry(rank, world_size, step, here >> 32, _name(data, here & 0xFFFFFFFF, count), bool(failed), process)
+
+
+def _process_state(pid: int) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        state = "X"
+    return _PROCESS_STATES.get(state, "")
 
 
 def _name(data: bytes, index: int, count: int) -> str:
@@ -133,10 +151,10 @@ def describe(entries: Sequence[Entry]) -> str:
     return ", ".join(parts)
 
 
-def _clause(ranks: list[int], step: int, number: int, unit: str, failed: bool, ended: bool) -> str:
+def _clause(ranks: list[int], step: int, number: int, unit: str, failed: bool, process: str) -> str:
     one, several = _PHASES[number] if number < len(_PHASES) else ("is somewhere", "are somewhere")
-    text = f"{ranks_text(ranks)} {(one if len(ranks) == 1 else several).format(unit)} (step {step}"
-    return text + (", its collective failed" if failed else "") + (", the process has ended)" if ended else ")")
+    notes = [f"step {step}", *(["its collective failed"] if failed else []), *([process] if process else [])]
+    return f"{ranks_text(ranks)} {(one if len(ranks) == 1 else several).format(unit)} ({', '.join(notes)})"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -154,15 +172,46 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # ----------------------------------------------------------------- in errors
 
 
-def explain(error: BaseException, collective: str, handle: Any) -> None:
-    """Add to a collective's error, in place, of which unit it was and where the other ranks are.
+def explain(error: BaseException, number: int, step: int, handle: Any, enqueued: bool) -> None:
+    """Add to a collective's error, in place, of which unit and phase it was and where the other ranks are.
 
-    The runtime in C calls it. Only RuntimeError, as backends raise it; what user code raises stays as it is.
+    The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being enqueued only
+    what nobody else raises; what user code raises stays as it is.
     """
-    if not isinstance(error, RuntimeError) or len(error.args) != 1:
+    if isinstance(error, RuntimeError if enqueued else dist.DistError):
+        _explain(error, f", step {step}", _PHASES[number][0].format(handle.name))
+
+
+def _read_settled(folder: str) -> list[Entry]:
+    """Connections close a moment before the process that had them counts as ended."""
+    deadline = time.monotonic() + _SETTLING_S
+    while True:
+        entries = read(folder)
+        if any(entry.process for entry in entries) or time.monotonic() > deadline:
+            return entries
+        time.sleep(_SETTLING_S / 10)
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """The body is collectives alone, outside of any unit: a RuntimeError of theirs says what they were for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if dist.is_initialized():
+            _explain(error, "", f"is {doing}")
+        raise
+
+
+def _explain(error: RuntimeError, step: str, doing: str) -> None:
+    _C.note_ledger_failure()
+    if len(error.args) != 1:
         return
-    text = f"{error.args[0]}\nrank {dist.get_rank()}, unit {handle.name}: its {collective} failed or timed out."
-    if _open_folder is not None:
+    text = f"{error}\nrank {dist.get_rank()}{step}: a collective failed or timed out while this rank {doing}."
+    if _open_folder is None:
+        text += f" Start the ranks with {VARIABLE}=folder to be told where the others are."
+    else:
         with contextlib.suppress(OSError, ValueError):
-            text += f" {describe(read(_open_folder))}."
+            text += f" By the ledgers, {describe(_read_settled(_open_folder))}."
+        text += f" python -m fsdp_c.where {_open_folder} shows where they are now."
     error.args = (text,)

@@ -44,9 +44,9 @@ Policy = _Policy | Callable[..., bool]
 _paths: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> its path in the tree last auto wrapped
 
 
-def unit_name(module: nn.Module) -> str:
-    """What errors call the unit around ``module``: its class, and its path where auto wrapping has seen it."""
-    path = _paths.get(module)
+def unit_name(module: nn.Module, path: str = "") -> str:
+    """What errors call the unit around ``module``: its class and its path, which auto wrapping may have seen."""
+    path = path or _paths.get(module, "")
     return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
 
 

@@ -128,6 +128,13 @@ static PyObject *leave_ledger_phase(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *note_ledger_failure(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    ledger_note_failure();
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"watch_gradients", watch_gradients, METH_O, NULL},
     {"open_ledger", open_ledger, METH_VARARGS, NULL},
@@ -135,6 +142,7 @@ static PyMethodDef functions[] = {
     {"add_ledger_name", add_ledger_name, METH_VARARGS, NULL},
     {"enter_ledger_phase", enter_ledger_phase, METH_VARARGS, NULL},
     {"leave_ledger_phase", leave_ledger_phase, METH_VARARGS, NULL},
+    {"note_ledger_failure", note_ledger_failure, METH_NOARGS, NULL},
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"record_streams", record_streams, METH_O, NULL},

@@ -130,15 +130,22 @@ static int limiter_note_free(struct schedule *schedule) {
 
 /* ---- failure ---- */
 
-/* A collective failed: its error says of which unit and, where ledgers are kept, where the other ranks are. Returns -1. */
-static int explain_failure(struct unit *unit, const char *collective) {
+static enum ledger_phase gather_phase(const struct unit *unit) {
+    enum training_state state = unit->handle->training_state;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? LEDGER_BACKWARD_GATHER : LEDGER_FORWARD_GATHER;
+}
+
+/* A collective failed: its error says of which unit and phase and, where ledgers are kept, where the other ranks are. Where it was
+ * only being enqueued, that goes for the backend's own errors. Returns -1. */
+static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueued) {
     PyObject *type, *value, *traceback;
-    ledger_note_failure();
+    ledger_enter(unit->ledger_index, phase);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *module = PyImport_ImportModule("fsdp_c.ledger"), *done = NULL;
     if (module)
-        done = PyObject_CallMethod(module, "explain", "OsO", value, collective, unit->handle_object);
+        done = PyObject_CallMethod(module, "explain", "OiLOi", value, (int)phase, (long long)unit->runtime->iteration,
+                                   unit->handle_object, enqueued);
     if (!done)
         PyErr_Clear();
     Py_XDECREF(module);
@@ -157,7 +164,9 @@ int schedule_unshard(struct unit *unit) {
     if (limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
     int result = replaced[REPLACED_UNSHARD] ? replaced_unshard(unit) : handle_unshard_enqueue(unit->handle);
-    if (!result)
+    if (result < 0)
+        explain_failure(unit, gather_phase(unit), false);
+    else
         result = stream_record(streams, STREAM_UNSHARD, &unit->gathered);
     return stream_leave(streams) < 0 ? -1 : result;
 }
@@ -165,7 +174,7 @@ int schedule_unshard(struct unit *unit) {
 int schedule_wait_unsharded(struct unit *unit) {
     bool pending = unit->handle->param_state == PARAM_UNSHARDING;
     if (handle_unshard_wait(unit->handle) < 0)
-        return explain_failure(unit, "all-gather");
+        return explain_failure(unit, gather_phase(unit), true);
     return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
 }
 
@@ -193,6 +202,8 @@ int schedule_reduce(struct unit *unit) {
     if (stream_enter(streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = handle_reduce_enqueue(unit->handle);
+    if (result < 0)
+        explain_failure(unit, LEDGER_REDUCE, false);
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
@@ -202,7 +213,7 @@ int schedule_finish_reduction(struct unit *unit) {
         return -1;
     int result = handle_reduce_finish(unit->handle);
     if (result < 0)
-        explain_failure(unit, "reduction");
+        explain_failure(unit, LEDGER_REDUCE, true);
     else
         result = stream_record(streams, STREAM_POST_BACKWARD, &unit->reduced);
     if (stream_leave(streams) < 0 || result < 0 || stream_wait(streams, STREAM_COMPUTE, unit->reduced) < 0)

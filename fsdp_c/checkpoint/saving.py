@@ -71,13 +71,14 @@ def save(
             writer = Writer(told[0], path, report)
             planner = _SavePlanner(set_total)
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                state,
-                storage_writer=writer,
-                planner=planner,
-                process_group=process_group,
-                no_dist=not ranks.is_distributed,
-            )
+            with ledger.explained(f"saving {path}"):
+                dcp.save(
+                    state,
+                    storage_writer=writer,
+                    planner=planner,
+                    process_group=process_group,
+                    no_dist=not ranks.is_distributed,
+                )
     except CheckpointException as failure:
         raise _error(f"saving {path}", {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
     finally:
@@ -134,7 +135,8 @@ class _Ranks:
             told = tell(result)
         except Exception as caught:
             error = caught
-        everything = self._exchange((error and (type(error).__name__, _text(error)), told))
+        with ledger.explained(what):
+            everything = self._exchange((error and (type(error).__name__, _text(error)), told))
         errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
         kinds = [failed[0] if failed else None for failed, _ in everything]
         if error is not None and kinds == [type(error).__name__] * len(kinds):

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,7 +22,7 @@ class Points:
     def __init__(self) -> None:
         self.names: list[str] = []
         self.armed = -1
-        self.error: type[BaseException] = Trouble
+        self.error: Callable[[str], BaseException] = Trouble
 
     def reach(self, name: str) -> None:
         self.names.append(name)
@@ -31,7 +30,7 @@ class Points:
             raise self.error(f"at point {self.armed}, {name}")
 
     @contextmanager
-    def raising_at(self, number: int, error: type[BaseException] = Trouble) -> Iterator[None]:
+    def raising_at(self, number: int, error: Callable[[str], BaseException] = Trouble) -> Iterator[None]:
         self.names, self.armed, self.error = [], number, error
         try:
             yield
@@ -51,10 +50,6 @@ class Points:
         self.reach(f"forward hook of {name}")
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: self.reach(f"tensor hook on the output of {name}"))
-
-    def watch_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.register_step_pre_hook(lambda *_: self.reach(f"before the step of {name}"))
-        optimizer.register_step_post_hook(lambda *_: self.reach(f"after the step of {name}"))
 
     def comm_hook(self, state: Any, *gradients: Tensor) -> None:
         self.reach("before the comm hook's collective")

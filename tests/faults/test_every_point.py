@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.faults.points import Points, Trouble, every_call, watched_collectives
 from tests.models import WIDTH, Block, Net
@@ -78,7 +81,6 @@ class Watched:
         self.batch.requires_grad_(frozen)
 
     def watch(self) -> None:
-        self.points.watch_optimizer("the optimizer", self.optimizer)
         for name, module in self.model.named_modules():
             if not isinstance(module, torch.nn.ModuleList):
                 self.points.watch_module(name or "the root", module)
@@ -187,3 +189,75 @@ def test_an_interrupt_between_any_two_calls_of_a_step_leaves_nothing_behind(
         gc.enable()
     assert count > 100
     assert same(run.trained(), Watched(rank, watch=False, **SCENARIOS[scenario]).trained())
+
+
+# ----------------------------------------------------------------- optimizers
+
+
+class Stepwise(torch.optim.Optimizer):
+    """Gradient descent that reaches a point before and after each parameter."""
+
+    def __init__(self, params: Iterable[Tensor], reach: Callable[[str], None]) -> None:
+        super().__init__(params, {})
+        self.reach = reach
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.reach("before a parameter's update")
+            if param.grad is not None:
+                param.add_(param.grad, alpha=-0.1)
+            self.reach("after a parameter's update")
+
+
+class Stepped(Watched):
+    """Its step is the optimizer's as well, after the backward or in it. ``forget`` brings the parameters back."""
+
+    def __init__(self, rank: int, in_backward: bool, strategy: ShardingStrategy) -> None:
+        super().__init__(rank, watch=False, sharding_strategy=strategy)
+        params = list(self.model.parameters())
+        if in_backward:
+            for param, everywhere in zip(params, held_everywhere(params), strict=True):
+                reach = self.points.reach if everywhere else lambda name: None  # a point of one rank alone
+                _apply_optimizer_in_backward(Stepwise, [param], {"reach": reach})
+        else:
+            self.optimizer = Stepwise(params, self.points.reach)
+        self.in_backward = in_backward
+        self.before = [param.detach().clone() for param in params]
+
+    def whole_step(self) -> Tensor:
+        loss = super().whole_step()
+        if not self.in_backward:
+            self.optimizer.step()
+        return loss
+
+    def result(self) -> list[Tensor]:
+        results = [self.whole_step(), *(param.detach().clone() for param in self.model.parameters())]
+        self.forget()
+        return results
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        super().forget()
+        for param, before in zip(self.model.parameters(), self.before, strict=True):
+            param.copy_(before)
+
+
+def held_everywhere(params: list[Tensor]) -> list[bool]:
+    """Which parameters have elements on every rank."""
+    held = torch.tensor([param.numel() > 0 for param in params], dtype=torch.int32)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    return held.bool().tolist()
+
+
+@pytest.mark.parametrize(("in_backward", "strategy"), [(False, "FULL_SHARD"), (True, "FULL_SHARD"), (True, "NO_SHARD")])
+@on_ranks(2, label="faults")
+def test_an_exception_amid_an_optimizer_step_leaves_nothing_behind_but_the_updates_that_were_made(
+    rank: int, world_size: int, in_backward: bool, strategy: str
+) -> None:
+    run = Stepped(rank, in_backward, ShardingStrategy[strategy])
+    undisturbed = run.result()
+    count = raise_everywhere(run, run.whole_step, lambda points: nullcontext(), Trouble, every=1)
+    assert count >= (4 if strategy == "FULL_SHARD" else 20)
+    assert same(run.result(), undisturbed)
+    assert not same(undisturbed[1:], run.before)

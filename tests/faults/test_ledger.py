@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import ledger, where
+from fsdp_c import checkpoint, ledger, where
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
 
@@ -126,11 +126,20 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
         with mock.patch.object(dist, "all_gather_single", lambda *_, **__: Lost()):
             with pytest.raises(RuntimeError, match="the peer is gone") as raised:
                 model(torch.randn(3, WIDTH))
-        with mock.patch.object(dist, "reduce_scatter_single", lambda *_, **__: Lost()):
-            with pytest.raises(RuntimeError, match=f"rank {rank}, unit .*: its reduction failed or timed out"):
+        with mock.patch.object(dist, "reduce_scatter_single", side_effect=dist.DistBackendError("aborted")):
+            with pytest.raises(dist.DistBackendError, match="aborted\\nrank .* waits in the reduction of Block at"):
                 model(torch.randn(3, WIDTH)).sum().backward()
-    assert f"rank {rank}, unit Net" in str(raised.value)
+        with mock.patch.object(dist, "reduce_scatter_single", lambda *_, **__: Lost()):
+            with pytest.raises(RuntimeError, match="waits in the reduction of Block at 'blocks.1'"):
+                model(torch.randn(3, WIDTH)).sum().backward()
+        model(torch.randn(3, WIDTH)).sum().backward()
+        with mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("reset by peer")):
+            with pytest.raises(RuntimeError, match=f"reset by peer\\nrank {rank}: .* is clipping gradients"):
+                model.clip_grad_norm_(1.0)
+    text = f"rank {rank}, step 1: a collective failed or timed out while this rank waits in the all-gather of Net"
+    assert text in str(raised.value)
     assert re.search(r"all-gather of the root \(step 1, its collective failed\)", str(raised.value))
+    assert f"python -m fsdp_c.where {tmp_path}" in str(raised.value)
 
 
 @on_ranks(2, label="faults")
@@ -148,8 +157,8 @@ def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(
 def test_the_command_groups_ranks_that_are_at_the_same_place(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    waiting = [ledger.Entry(rank, 6, 4, 2, "layers.8", False, False) for rank in (0, 1, 2, 5)]
-    lagging = ledger.Entry(3, 6, 4, 1, "layers.7", False, True)
+    waiting = [ledger.Entry(rank, 6, 4, 2, "layers.8", False, "") for rank in (0, 1, 2, 5)]
+    lagging = ledger.Entry(3, 6, 4, 1, "layers.7", False, "the process has ended")
     with mock.patch.object(ledger, "read", lambda folder: [*waiting, lagging]):
         assert where.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == (
@@ -183,3 +192,28 @@ def test_the_ledger_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> No
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "fsdp_c: rank 0, step 0: is saving a checkpoint\n" in done.stderr
     assert places(tmp_path) == ["rank 0 is saving a checkpoint (step 0, the process has ended)"]
+
+
+def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    seen = [ledger._process_state(process.pid)]
+    for number, expected in ((signal.SIGSTOP, "the process is stopped"), (signal.SIGKILL, "the process has ended")):
+        process.send_signal(number)
+        for _ in range(200):
+            if ledger._process_state(process.pid) == expected:
+                break
+            time.sleep(0.02)
+        seen.append(ledger._process_state(process.pid))
+    process.wait()
+    assert seen == ["", "the process is stopped", "the process has ended"]
+    assert ledger._process_state(process.pid) == "the process has ended"
+
+
+@on_ranks(2, label="faults")
+def test_a_load_that_fails_on_all_ranks_is_over_for_the_ledger(rank: int, world_size: int, tmp_path: Path) -> None:
+    with ledgers(str(tmp_path / "ledgers")) as folder:
+        model = build()
+        with pytest.raises(FileNotFoundError):
+            checkpoint.load(model, None, tmp_path / "nowhere")
+        dist.barrier()
+        assert places(folder)[rank] == f"rank {rank} is between steps (step 0)"

@@ -1,0 +1,97 @@
+"""examples/train_lm.py on a rank that dies or stops: ``torchrun faulty_lm.py ACTION PHASE NOTES flags of train_lm.py``.
+
+In the first attempt rank 1 meets SIGKILL or SIGSTOP in the phase, by hooks of this script; further attempts are left
+alone. Into the folder NOTES go the processes' ids, and the time at which the fault came.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+
+import train_lm  # noqa: E402
+
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+STEP = 3  # steps that are done when the fault comes, or with it, for a save
+TIMEOUT = timedelta(seconds=5)
+LAYERS = 2
+
+
+class Fault:
+    """One signal to this process, at one place of its training."""
+
+    def __init__(self, action: str, phase: str, notes: Path) -> None:
+        self.signal, self.phase, self.notes = SIGNALS[action], phase, notes
+        self.trainer: Any = None
+        self.reductions = 0
+
+    def strike(self) -> None:
+        (self.notes / "fault.tmp").write_text(str(time.time()))
+        (self.notes / "fault.tmp").rename(self.notes / "fault")
+        os.kill(os.getpid(), self.signal)
+
+    def strike_in(self, phase: str) -> None:
+        if self.phase == phase and self.trainer.progress.step == STEP:
+            self.strike()
+
+    def watch(self, trainer: Any) -> None:
+        """Hooks on the blocks where a forward and a backward begin, on reductions, and on files of checkpoints."""
+        self.trainer = trainer
+        blocks = [block.module for block in trainer.model.module.blocks]
+        blocks[0].mlp_in.register_forward_pre_hook(lambda *_: self.strike_in("forward"))
+        blocks[-1].mlp_in.register_full_backward_hook(lambda *_: self.strike_in("backward"))
+        reduce_scatter = dist.reduce_scatter_single
+        dist.reduce_scatter_single = lambda *args, **options: (self.on_reduction(), reduce_scatter(*args, **options))[1]
+        sys.addaudithook(self.on_event)
+
+    def on_reduction(self) -> None:
+        self.reductions += 1
+        if self.reductions % (LAYERS + 1) == LAYERS:  # that of the first block, the last one before the root's
+            self.strike_in("reduce")
+
+    def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event != "open" or not str(arguments[0]).endswith(".distcp"):
+            return
+        saves = self.phase == "save" and self.trainer.progress.step > STEP
+        if (self.phase == "load" and arguments[1] == "r") or (saves and arguments[1] == "x"):
+            self.strike()
+
+
+def main() -> int:
+    action, phase, notes = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    del sys.argv[1:4]
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    (notes / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
+    strikes = rank == 1 and attempt == 0
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which comes before a survivor has spoken
+    made, start_ranks = train_lm.Trainer.__init__, train_lm.start_ranks
+
+    def make(trainer: Any, *arguments: Any) -> None:
+        made(trainer, *arguments)
+        if strikes:
+            Fault(action, phase, notes).watch(trainer)
+
+    def start(device: str) -> Any:
+        ranks = start_ranks(device)
+        if attempt == 0 and action == "stop":
+            _set_pg_timeout(TIMEOUT)  # from here on: processes start at different times
+        return ranks
+
+    train_lm.Trainer.__init__, train_lm.start_ranks = make, start
+    train_lm.draw_losses = lambda *_: None
+    return train_lm.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Ranks that die or stop under torchrun: the others end by themselves and say where, and torchrun goes on from the last
+good checkpoint to the losses of a run that met nothing.
+
+Two of the ten faults are tried unless FSDP_C_EXHAUSTIVE=1 says so (make test-faults).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_c import checkpoint, ledger
+from fsdp_c.checkpoint import cli
+from tests.faults import faulty_lm
+from tests.faults.faulty_lm import LAYERS, ROOT, TIMEOUT, train_lm
+from tests.ranks import pool
+
+PHASES = ("forward", "backward", "reduce", "save", "load")
+TRIED = [("kill", "reduce"), ("stop", "save")]
+if os.environ.get("FSDP_C_EXHAUSTIVE") == "1":
+    TRIED = [(action, phase) for phase in PHASES for action in ("kill", "stop")]
+MARGIN_S = 20.0  # for a survivor to end, beyond the process group's timeout
+FLAGS = f"--layers {LAYERS} --width 16 --heads 2 --context 16 --accumulate 1 --sample-bytes 1 --data {ROOT}/LICENSE "
+FLAGS += "--steps 6 --warmup 1 --eval-every 6 --eval-batches 1 --checkpoint-every 2 --keep 3"
+
+FIRST, LAST = "blocks.0", f"blocks.{LAYERS - 1}"
+SURVIVOR = {  # what its error says of itself
+    "forward": f"rank 0, step 3: .* waits in the all-gather of Block at '{LAST}'",
+    "backward": "rank 0, step 3: .* waits in the (reduction|all-gather for the backward) of Block at 'blocks",
+    "reduce": f"rank 0, step 3: .* waits in the reduction of Block at '{FIRST}'",
+    "save": r"rank 0: .* is saving \S+/step-000004",
+    "load": r"rank 0: .* is loading \S+/step-000002",
+}
+CULPRIT = {  # and of the other rank
+    "forward": f"rank 1 is in the forward of {FIRST} (step 3",
+    "backward": f"rank 1 is in the backward of {LAST} (step 3",
+    "reduce": f"rank 1 is in the backward of {FIRST} (step 3",
+    "save": "rank 1 is saving a checkpoint (step 4",
+    "load": "rank 1 is loading a checkpoint (step 0",
+}
+ENDS = {"kill": ", the process has ended)", "stop": ", the process is stopped)"}
+
+
+def train_undisturbed(rank: int, world_size: int, out: Path) -> None:
+    args = train_lm.parse_arguments([*FLAGS.split(), "--out", str(out)])
+    ranks = train_lm.Ranks(rank, world_size, torch.device("cpu"))
+    train_lm.Trainer("fsdp_c", args, ranks, train_lm.prepare(args, ranks)[0]).train(out)
+    dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that meets no fault."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    pool(2, "faults").run(train_undisturbed.__module__, train_undisturbed.__name__, {"out": out})
+    return out
+
+
+def launch(action: str, phase: str, folder: Path) -> subprocess.Popen[str]:
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1".split()
+    script = [faulty_lm.__file__, action, phase, str(folder)]
+    flags = [*FLAGS.split(), "--out", str(folder / "run"), "--resume", "auto"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new rank may find the address of one that is gone
+        ledger.VARIABLE: str(folder / "ledgers"),
+    }
+    command = [sys.executable, *launcher, *script, *flags]
+    with (folder / "output").open("w") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, text=True, env=environment)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Any, torchrun: subprocess.Popen[str], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline and torchrun.poll() is None, what
+        time.sleep(0.05)
+
+
+def seconds_to_the_end(torchrun: subprocess.Popen[str], folder: Path) -> float:
+    """Of the survivor, from the fault on."""
+    fault = folder / "fault"
+    wait_for(fault.exists, torchrun, "the fault did not come")
+    survivor = int((folder / "pid-0-0").read_text())
+    wait_for(lambda: not is_running(survivor), torchrun, "the survivor did not end")
+    return time.time() - float(fault.read_text())
+
+
+def assert_same_end(one: Path, other: Path) -> None:
+    """Parameters, optimizer state and every loss, bit for bit."""
+    ends = [path / "step-000006" for path in (one, other)]
+    losses = [checkpoint.load(torch.nn.Module(), None, end, strict=False)["losses"] for end in ends]
+    assert losses[0] == losses[1] and len(losses[0]) == 6
+    assert cli.main(["diff", *map(str, ends)]) == 0
+
+
+@dataclass
+class Row:
+    """Of the table of faults."""
+
+    action: str
+    phase: str
+    ended: float
+    said: str
+    total: float
+
+    def __str__(self) -> str:
+        return f"| {self.action} | {self.phase} | {self.ended:.1f} | {self.said} | {self.total:.0f} |"
+
+
+def survive(action: str, phase: str, folder: Path) -> tuple[Row, str]:
+    """One run of torchrun with a fault; what its ranks said."""
+    started = time.monotonic()
+    torchrun = launch(action, phase, folder)
+    try:
+        ended = seconds_to_the_end(torchrun, folder)
+        if action == "stop":  # torchrun would wait for 30 seconds from SIGTERM, which it does not hear, to SIGKILL
+            os.kill(int((folder / "pid-0-1").read_text()), signal.SIGKILL)
+        torchrun.wait(150)
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    output = (folder / "output").read_text()
+    assert torchrun.returncode == 0, output[-4000:]
+    said = re.search(r"\[rank0\]: (rank 0.*)", output)
+    assert said, output[-4000:]
+    return Row(action, phase, ended, said[1], time.monotonic() - started), output
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("action", "phase"), TRIED)
+def test_a_rank_that_dies_or_stops_is_named_and_the_restarted_run_ends_as_if_it_had_not(
+    action: str, phase: str, undisturbed: Path, tmp_path: Path
+) -> None:
+    if phase == "load":
+        shutil.copytree(undisturbed / "step-000002", tmp_path / "run" / "step-000002")
+        (tmp_path / "run" / train_lm.RUN_FILE).touch()
+    row, output = survive(action, phase, tmp_path)
+    print(row)
+    assert re.search(SURVIVOR[phase], row.said), row.said
+    assert CULPRIT[phase] + ENDS[action] in row.said
+    assert row.ended < (TIMEOUT.total_seconds() if action == "stop" else 0) + MARGIN_S
+    assert f"resumed from {tmp_path / 'run' / 'step-000002'}: 2 of 6 steps done" in output
+    assert_same_end(undisturbed, tmp_path / "run")
