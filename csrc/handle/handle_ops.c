@@ -1,38 +1,84 @@
 #include "handle/handle_ops.h"
 
+#include <pthread.h>
+#include <string.h>
+
 #include "torch/op_stack.h"
 #include "torch/tensor.h"
 
 /* ---- ids ---- */
 
-static struct handle **handles; /* owned; id -> handle, NULL when it is gone; ids begin at 1 */
-static int64_t num_handles = 1, capacity;
+struct entry {
+    int64_t id;
+    struct handle *handle; /* borrowed; removes itself */
+};
+
+/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there because ops run
+ * without Python's. */
+static struct {
+    pthread_mutex_t lock;
+    struct entry *entries; /* owned */
+    int64_t count, capacity, last_id;
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static bool grow_table(void) {
+    int64_t capacity = table.capacity ? table.capacity * 2 : 64;
+    struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
+    if (!entries)
+        return false;
+    table.entries = entries;
+    table.capacity = capacity;
+    return true;
+}
 
 int64_t handle_ops_add(struct handle *handle) {
-    if (num_handles >= capacity) {
-        int64_t grown = capacity ? capacity * 2 : 64;
-        struct handle **table = PyMem_Realloc(handles, (size_t)grown * sizeof *table);
-        if (!table) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        handles = table;
-        capacity = grown;
+    int64_t id = -1;
+    pthread_mutex_lock(&table.lock);
+    if (table.count < table.capacity || grow_table()) {
+        id = ++table.last_id;
+        table.entries[table.count++] = (struct entry){id, handle};
     }
-    handles[num_handles] = handle;
-    return num_handles++;
+    pthread_mutex_unlock(&table.lock);
+    if (id < 0)
+        PyErr_NoMemory();
+    return id;
+}
+
+/* The place of `id`, or of the first one above it. */
+static int64_t place_of(int64_t id) {
+    int64_t low = 0, high = table.count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (table.entries[middle].id < id)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static bool is_at(int64_t place, int64_t id) {
+    return place < table.count && table.entries[place].id == id;
 }
 
 void handle_ops_remove(int64_t id) {
-    if (id > 0 && id < num_handles)
-        handles[id] = NULL;
+    pthread_mutex_lock(&table.lock);
+    int64_t place = place_of(id);
+    if (is_at(place, id)) {
+        struct entry *entry = &table.entries[place];
+        memmove(entry, entry + 1, (size_t)(--table.count - place) * sizeof *entry);
+    }
+    pthread_mutex_unlock(&table.lock);
 }
 
 static struct handle *find(const char *op, int64_t id) {
-    bool known = id > 0 && id < num_handles && handles[id];
-    OP_CHECK(known, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op,
+    pthread_mutex_lock(&table.lock);
+    int64_t place = place_of(id);
+    struct handle *handle = is_at(place, id) ? table.entries[place].handle : NULL;
+    pthread_mutex_unlock(&table.lock);
+    OP_CHECK(handle, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op,
              (long long)id);
-    return handles[id];
+    return handle;
 }
 
 /* ---- unshard and reshard: Python is needed, so the lock is taken ---- */

@@ -1,0 +1,338 @@
+"""What cycles of building, using and dropping leave behind: ``python -m tests.faults.cycles NAME=TOTAL ...``.
+
+Each is run TOTAL times in a process of its own, forked from one that has trained nothing but a first step, and prints
+one line of JSON. A run is cut in windows of as many cycles. What each cycle keeps shows in all of them, so the least
+growth of a window counts: caches and tables grow by leaps.
+
+Blocks are those of Python's allocator, which has our objects and arrays; bytes are those of malloc, which has tensors
+and layouts. With tcache and further arenas malloc counts as used what is free: the environment must turn them off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import _C, StateDictType, optim
+from fsdp_c import FullyShardedDataParallel as FSDP
+
+WINDOWS = 3
+COLLECT_EVERY = 25
+
+
+class Trouble(Exception):
+    """What the user's own code raises."""
+
+
+def unit(**arguments: Any) -> FSDP:
+    """A tree of two units, each with two parameters."""
+    arguments = {"device_id": torch.device("cpu"), "use_orig_params": True} | arguments
+    return FSDP(nn.Sequential(FSDP(nn.Linear(3, 3), **arguments), nn.Linear(3, 2)), **arguments)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    model.zero_grad()
+
+
+# ----------------------------------------------------------------- one cycle of each
+
+
+def flat_layout() -> Callable[[], Any]:
+    def cycle() -> None:
+        layout = _C.FlatLayout([7, 3, 64], 4, 3, 1, True)
+        layout.shard_ranges(2), layout.param_offsets, layout.numels_with_padding, layout.is_padding_mask
+
+    return cycle
+
+
+def refused_flat_layout() -> Callable[[], Any]:
+    bad = [([], 4, 3, 1, True), ([-1], 4, 3, 1, True), ([2**62] * 2, 0, 2, 0, True), ([1], 0, 2, 5, True), ()]
+
+    def cycle() -> None:
+        for arguments in bad:
+            with suppress(TypeError, ValueError, OverflowError):
+                _C.FlatLayout(*arguments)
+
+    return cycle
+
+
+def functions() -> Callable[[], Any]:
+    def cycle() -> None:
+        _C.flat_range_boxes((3, 4, 5), 7, 51)
+        _C.partition_overlaps((100, 30, 0), (100, 7, 3), 1)
+        _C.partition_bounds((100, 30, 0), 1)
+        _C.exchange_plan([((100, 30, 0), (100, 7, 3), 4)], 1, 15, False)
+        _C.cpu_capabilities()
+
+    return cycle
+
+
+def handle() -> Callable[[], Any]:
+    def cycle() -> None:
+        handle = FSDP(nn.Linear(3, 2), device_id=torch.device("cpu"))._handle
+        handle.unshard()
+        handle.reshard(True)
+        handle.summon_enter(False)
+        handle.summon_exit()
+
+    return cycle
+
+
+def refused_handle() -> Callable[[], Any]:
+    handle = unit()._handle
+
+    def cycle() -> None:
+        for one in (handle, _C.Handle.__new__(_C.Handle)):
+            with suppress(RuntimeError, TypeError):
+                _C.Handle.__init__(one, layout=handle.layout, flat_param=handle.flat_param)
+
+    return cycle
+
+
+def unit_alone() -> Callable[[], Any]:
+    names = ["cast_forward_inputs", "cast_root_forward_inputs", "forward_prefetch", "limit_all_gathers"]
+
+    def cycle() -> None:
+        module = nn.Identity()
+        module.unit = _C.Unit(
+            module,
+            None,
+            name="nothing",
+            param_dtype=None,
+            backward_prefetch=1,
+            full_precision_in_eval=False,
+            **dict.fromkeys(names, True),
+        )
+
+    return cycle
+
+
+def runtime() -> Callable[[], Any]:
+    return lambda: step(unit())
+
+
+def flat_runtime() -> Callable[[], Any]:
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return lambda: step(unit(use_orig_params=False, mixed_precision=low))
+
+
+def released_runtime() -> Callable[[], Any]:
+    model = unit()
+
+    def cycle() -> None:
+        step(model)
+        model._unit.runtime.release()
+
+    return cycle
+
+
+def hook() -> Callable[[], Any]:
+    model = unit()
+    return lambda: model(torch.ones(2, 3))
+
+
+def steps() -> Callable[[], Any]:
+    model = unit()
+
+    def cycle() -> None:
+        step(model)
+        with model.no_sync():
+            step(model)
+
+    return cycle
+
+
+def optimizer() -> Callable[[], Any]:
+    model = unit(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    adam = optim.FlatAdamW(model.parameters(), lr=1e-3)
+
+    def cycle() -> None:
+        model(torch.ones(2, 3)).float().sum().backward()
+        model.clip_grad_norm_(1.0)
+        adam.step()
+        adam.zero_grad()
+
+    return cycle
+
+
+def comm_hook() -> Callable[[], Any]:
+    model = unit(use_orig_params=False)
+    model.register_comm_hook(None, lambda state, full, shard: shard.copy_(full[: shard.numel()]))
+    return lambda: step(model)
+
+
+def raising() -> Callable[[], Any]:
+    model, raised = unit(), [False]
+
+    def stop(*_: Any) -> None:
+        raised[0] = not raised[0]
+        if raised[0]:
+            raise Trouble
+
+    model.module[1].register_forward_hook(stop)
+    inner = unit()
+    inner.module[0].module.register_full_backward_hook(stop)
+
+    def cycle() -> None:
+        for one in (model, model, inner, inner):
+            with suppress(Trouble):
+                step(one)
+
+    return cycle
+
+
+def summoned() -> Callable[[], Any]:
+    model = unit()
+
+    def cycle() -> None:
+        model(torch.ones(2, 3)).sum().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            pass
+        model.zero_grad()
+
+    return cycle
+
+
+def state_dicts() -> Callable[[], Any]:
+    model = unit()
+
+    def cycle() -> None:
+        for kind in (StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT):
+            with FSDP.state_dict_type(model, kind):
+                model.load_state_dict(model.state_dict())
+
+    return cycle
+
+
+CYCLES = {
+    function.__name__: function
+    for function in (
+        flat_layout,
+        refused_flat_layout,
+        functions,
+        handle,
+        refused_handle,
+        unit_alone,
+        runtime,
+        flat_runtime,
+        released_runtime,
+        hook,
+        steps,
+        optimizer,
+        comm_hook,
+        raising,
+        summoned,
+        state_dicts,
+    )
+}
+
+
+def keeping_an_object() -> Callable[[], Any]:
+    kept: list[Any] = []
+    return lambda: kept.append(_C.Runtime.__new__(_C.Runtime))
+
+
+def keeping_memory() -> Callable[[], Any]:
+    return lambda: LIBC.malloc(200)
+
+
+KEEPING = {function.__name__: function for function in (keeping_an_object, keeping_memory)}
+
+# ----------------------------------------------------------------- measuring
+
+
+class MallInfo(ctypes.Structure):
+    """What glibc's mallinfo2 returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+    )
+
+
+LIBC = ctypes.CDLL(None)
+
+
+def used_nbytes() -> int:
+    """Bytes that malloc has handed out and not got back, in this process."""
+    info = LIBC.mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def objects() -> Counter[str]:
+    """Objects that Python's collector knows, by type."""
+    return Counter(type(one).__qualname__ for one in gc.get_objects())
+
+
+def run_window(cycle: Callable[[], Any], count: int) -> tuple[int, int, Counter[str]]:
+    for number in range(count):
+        cycle()
+        if number % COLLECT_EVERY == 0:
+            gc.collect()
+    for _ in range(2):  # a root that goes lets go of its tree: that is collected in the second round
+        gc.collect()
+    return used_nbytes(), sys.getallocatedblocks(), objects()
+
+
+def measure(cycle: Callable[[], Any], total: int) -> dict[str, Any]:
+    """The cycles of a window, its least growth in bytes and blocks, and of which types each cycle leaves an object."""
+    count = max(1, total // WINDOWS)
+    gc.freeze()  # what was imported need not be looked through again
+    run_window(cycle, max(count // 2, COLLECT_EVERY))
+    gc.freeze()
+    ends = [run_window(cycle, count) for _ in range(WINDOWS + 1)]
+    windows = list(zip(ends, ends[1:], strict=False))
+    kinds = set().union(*(end[2] for end in ends))
+    grown = {kind: min(after[2][kind] - before[2][kind] for before, after in windows) for kind in kinds}
+    return {
+        "cycles": count,
+        "nbytes": min(after[0] - before[0] for before, after in windows),
+        "blocks": min(after[1] - before[1] for before, after in windows),
+        "objects": {kind: number for kind, number in grown.items() if number >= count},
+    }
+
+
+def run_forked(name: str, total: int) -> None:
+    """One cycle's measurement in a child; the line it prints is its result."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        return
+    status = 1
+    try:
+        result = measure((CYCLES | KEEPING)[name](), total)
+        print(json.dumps({"name": name, **result}), flush=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def main(runs: list[str]) -> None:
+    LIBC.mallinfo2.restype = MallInfo
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    step(unit())  # imports what torch imports when it is first used
+    for run in runs:
+        name, _, total = run.partition("=")
+        run_forked(name, int(total))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,53 @@
+"""No C type keeps objects or memory of a cycle of building, using and dropping it; each in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.cycles import CYCLES, KEEPING
+
+ROOT = Path(__file__).resolve().parents[2]
+EXHAUSTIVE = os.environ.get("FSDP_C_EXHAUSTIVE") == "1"
+TIMEOUT_S = 3600 if EXHAUSTIVE else 120
+CHEAP = {"flat_layout", "refused_flat_layout", "functions", "refused_handle", "unit_alone", "hook", *KEEPING}
+CHUNK_NBYTES = 16  # malloc gives no less
+QUIET = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1", "OMP_NUM_THREADS": "1"}
+
+
+def total(name: str) -> int:
+    return 10_000 if EXHAUSTIVE else 2000 if name in CHEAP else 450
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    """What each cycle leaves behind, by name."""
+    runs = [f"{name}={total(name)}" for name in (*CYCLES, *KEEPING)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.faults.cycles", *runs]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | QUIET, capture_output=True, text=True, timeout=TIMEOUT_S - 10
+    )
+    results = {line.pop("name"): line for line in map(json.loads, done.stdout.splitlines())}
+    assert results.keys() == {*CYCLES, *KEEPING}, done.stderr
+    return results
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("name", CYCLES)
+def test_no_cycle_keeps_anything_of(name: str, measured: dict[str, dict[str, Any]]) -> None:
+    result = measured[name]
+    assert result["objects"] == {}
+    assert result["blocks"] < result["cycles"]
+    assert result["nbytes"] < CHUNK_NBYTES * result["cycles"]
+
+
+def test_a_cycle_that_keeps_something_is_found(measured: dict[str, dict[str, Any]]) -> None:
+    found, memory = measured["keeping_an_object"], measured["keeping_memory"]
+    assert found["objects"].keys() == {"Runtime"} and found["blocks"] >= found["cycles"]
+    assert memory["nbytes"] >= CHUNK_NBYTES * memory["cycles"]
