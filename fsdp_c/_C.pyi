@@ -296,6 +296,9 @@ def enter_ledger_phase(phase: int, /) -> int:
 def leave_ledger_phase(place: int, /) -> None:
     """Be back where ``enter_ledger_phase`` was called."""
 
+def why_no_kernels(device_type: str, /) -> str | None:
+    """Why no kernel runs on devices of this type, None where they do: "cpu", and "cuda" where it is built and loads."""
+
 def cpu_capabilities() -> tuple[str, ...]:
     """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""
 

@@ -31,6 +31,11 @@ inline uint4 __ldcg(const uint4 *memory) {
 inline void __stwb(uint4 *memory, uint4 value) {
     *memory = value;
 }
+inline unsigned long long atomicAdd(unsigned long long *memory, unsigned long long value) {
+    unsigned long long old = *memory;
+    *memory += value;
+    return old;
+}
 struct emulated_index {
     unsigned x;
 };
