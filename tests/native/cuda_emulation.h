@@ -41,6 +41,7 @@ struct emulated_index {
 };
 inline emulated_index blockIdx, threadIdx, gridDim;
 inline int64_t emulated_launches;
+inline int64_t emulated_launches_with_barriers;
 inline int64_t emulated_most_blocks;
 
 /* ---- threads of a block that stop at barriers ---- */
@@ -129,6 +130,7 @@ template <typename Body> void emulate(int64_t blocks, unsigned threads, int devi
 template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned threads, int device, Body body) {
     std::vector<emulated_thread> running(threads);
     emulated_grid(blocks, device);
+    emulated_launches_with_barriers++;
     emulated_body = body;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         for (emulated_thread &thread : running) {

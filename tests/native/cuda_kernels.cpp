@@ -243,6 +243,49 @@ static void test_pack_equals_the_cpus(void) {
     check_pack(300, true);
 }
 
+/* Dense memory in one order of the dimensions, packed in another. */
+static void check_transposed(const int64_t *sizes, const int *order, bool add, bool by_tiles) {
+    enum dtype in = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+    enum dtype out = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+    int64_t strides[MOST_NDIM_HERE], numel = 1, offset = random_below(&random_state, 5);
+    for (int d = MOST_NDIM_HERE - 1; d >= 0; d--) {
+        strides[order[d]] = numel;
+        numel *= sizes[order[d]];
+    }
+    memory input(in, numel, 1), expected(out, offset + numel), actual(out, offset + numel, 3);
+    fill_numbers(&input, in, numel);
+    fill_numbers(&expected, out, offset + numel);
+    actual.set(expected);
+    struct pack_source source = {
+        {input.data, in, DEVICE_CUDA, 0, MOST_NDIM_HERE, sizes, strides}, numel, offset, nullptr};
+    emulated_launches_with_barriers = 0;
+    if (add) {
+        CHECK_EQUAL(kernel_pack_add(expected.data, out, &source, 1, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->pack_add(actual.data, out, &source, 1, &on_gpu), STATUS_OK);
+    } else {
+        CHECK_EQUAL(kernel_pack(expected.data, out, offset + numel, &source, 1, 4.0, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->pack(actual.data, out, offset + numel, &source, 1, 4.0, &on_gpu), STATUS_OK);
+    }
+    CHECK(actual.equals(expected));
+    CHECK_EQUAL(emulated_launches_with_barriers > 0, by_tiles);
+}
+
+/* Matrices, stacks of them, and images whose channels lie behind each other; larger than a launch, which has 500 places here. */
+static void test_transposed_sources_go_by_tiles(void) {
+    const int64_t matrix[] = {1, 1, 45, 70}, wide[] = {1, 1, 600, 9}, stack[] = {5, 1, 33, 10},
+                  images[] = {3, 11, 4, 8};
+    const int64_t narrow[] = {1, 1, 7, 70};
+    const int swapped[] = {0, 1, 3, 2}, channels_last[] = {0, 2, 3, 1}, all_turned[] = {3, 2, 1, 0};
+    for (int round = 0; round < 8; round++) {
+        check_transposed(matrix, swapped, round % 2, true);
+        check_transposed(wide, swapped, round % 2, true);
+        check_transposed(stack, swapped, round % 2, true);
+        check_transposed(images, channels_last, round % 2, true);
+        check_transposed(stack, all_turned, round % 2, false); /* what is dense has 5 elements alone */
+        check_transposed(narrow, swapped, round % 2, false);
+    }
+}
+
 static void test_pack_of_a_unit_is_one_launch(void) {
     enum { COUNT = 12, NUMEL = 100 };
     int64_t size = NUMEL;
@@ -632,6 +675,7 @@ int main(void) {
     RUN(test_cast_divide_in_place_divides);
     RUN(test_accumulate_equals_the_cpus);
     RUN(test_pack_equals_the_cpus);
+    RUN(test_transposed_sources_go_by_tiles);
     RUN(test_pack_of_a_unit_is_one_launch);
     RUN(test_pack_refuses_what_the_cpu_refuses);
     RUN(test_copy_ranges_and_fill_equal_the_cpus);
