@@ -76,7 +76,7 @@ int buffer_alloc(struct buffer *buffer) {
         return -1;
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
-    trace_tensor("alloc", buffer->tensor);
+    trace_tensor(buffer->counted ? "alloc" : "alloc_shard", buffer->tensor);
     return 0;
 }
 
