@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fsdp_c  # noqa: F401  (registers the operators)
+from fsdp_c.optim import FlatAdamW
 
 MEBIBYTE = 1 << 20
 SIZES = [1, 4, 16, 64, 256]  # MiB of fp32 input
@@ -67,6 +67,17 @@ def cases(numel: int, device: str) -> list[Case]:
     def accumulate() -> None:
         fp32.add_((bf16 / 2.0).float())
 
+    found, inverse = torch.zeros(1, device=device), torch.tensor(0.999, device=device)
+
+    def unscale() -> None:
+        ops.unscale_(grads32, found, inverse)
+
+    def torchs_unscale() -> None:
+        torch._amp_foreach_non_finite_check_and_unscale_(grads32, found, inverse)
+
+    param = torch.nn.Parameter(out32)
+    param.grad = fp32
+    ours, theirs = FlatAdamW([param]), torch.optim.AdamW([param], fused=True)
     return [
         packed("bf16", out16, grads16, 4),
         packed("bf16 -> fp32", out32, grads16, 6),
@@ -74,6 +85,9 @@ def cases(numel: int, device: str) -> list[Case]:
         Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
         Case("clip fp32", lambda: ops.clip_(grads32, factor), lambda: torch._foreach_mul_(grads32, factor), 8 * numel),
+        Case("unscale fp32", unscale, torchs_unscale, 8 * numel),
+        Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
+        Case("AdamW fp32", ours.step, theirs.step, 28 * numel),
         Case("norms fp32", lambda: ops.norms(grads32, 2.0), lambda: torch._foreach_norm(grads32), 4 * numel),
     ]
 

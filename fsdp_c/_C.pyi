@@ -302,6 +302,9 @@ def leave_ledger_phase(place: int, /) -> None:
 def note_ledger_failure() -> None:
     """A collective failed where this rank is now; the ledger keeps that until the end of the next step."""
 
+def why_no_kernels(device_type: str, /) -> str | None:
+    """Why no kernel runs on devices of this type, None where they do: "cpu", and "cuda" where it is built and loads."""
+
 def cpu_capabilities() -> tuple[str, ...]:
     """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""
 

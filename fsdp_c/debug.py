@@ -136,10 +136,11 @@ def _drift(order: int, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> 
     """The first of ``tensors`` of which the ranks of ``group`` hold different bits, as a list of one or none."""
     if not tensors:
         return []
-    own = torch.ops.fsdp_c.checksums([tensor.detach().cpu().contiguous() for tensor in tensors.values()])
     device = next(iter(tensors.values())).device
-    everyone = [torch.empty_like(own, device=device) for _ in range(group.size())]
-    dist.all_gather(everyone, own.to(device), group=group)
+    where = device if _C.why_no_kernels(device.type) is None else "cpu"
+    own = torch.ops.fsdp_c.checksums([tensor.detach().to(where).contiguous() for tensor in tensors.values()]).to(device)
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
     sums = torch.stack(everyone).tolist()
     for index, name in enumerate(tensors):
         holders: dict[int, list[int]] = defaultdict(list)

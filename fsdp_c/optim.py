@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fsdp_c import tensor_parallel
+from fsdp_c import _C, tensor_parallel
 
 __all__ = ["FlatAdamW"]
 
@@ -19,13 +19,16 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class FlatAdamW(torch.optim.Optimizer):
-    """AdamW in one native call per group, for parameters on the CPU: flat, sharded, offloaded or ordinary ones.
+    """AdamW in one native call per group, on the CPU and CUDA, for flat, sharded, offloaded or ordinary parameters.
 
     The arguments and the state ("step", "exp_avg", "exp_avg_sq", with amsgrad "max_exp_avg_sq") are those of
     ``torch.optim.AdamW``, and state dicts are exchanged with it and through ``FSDP.optim_state_dict``. Results are
     bitwise those of its fused implementation on a CPU with AVX2, but for a tensor's last elements that fill no vector
     (numel modulo 16, for 16-bit dtypes 32), which differ in their last bits; without AVX2, torch itself differs so
-    far everywhere. Ours are the same on every CPU and with any number of threads.
+    far everywhere. Ours are the same on every CPU and with any number of threads, and on CUDA but for the last bit of
+    the powers of ``betas`` in float64; there torch's fused implementation, which rounds in another order, differs from
+    them in the last bits of each step. On CUDA "step" lies on the parameter's device, the host waits for nothing, and a
+    step may be captured in a CUDA graph, with ``lr`` as a tensor on the device to change it between replays.
 
     Args:
         params: parameters of dtype float32, float64, bfloat16 or float16, as dicts of groups or as an iterable. What is
@@ -83,8 +86,8 @@ class FlatAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient. Returns what ``closure``, called with gradients enabled, returns.
 
-        Raises RuntimeError for a sparse gradient and NotImplementedError for a parameter that is not on the CPU, before
-        any parameter is changed.
+        Raises RuntimeError for a sparse gradient and NotImplementedError for a parameter on a device that has no
+        kernels, or with its gradient on another one, before any parameter is changed.
         """
         loss = None
         if closure is not None:
@@ -92,11 +95,16 @@ class FlatAdamW(torch.optim.Optimizer):
                 loss = closure()
         grads = [_gradients(index, group["params"]) for index, group in enumerate(self.param_groups)]
         for group, found in zip(self.param_groups, grads, strict=True):
-            if found:
-                self._step_group(group, *map(list, zip(*found, strict=True)))
+            for device in dict.fromkeys(param.device for param, _ in found):
+                there = (pair for pair in found if pair[0].device == device)
+                self._step_on_device(group, device, *map(list, zip(*there, strict=True)))
         return loss
 
-    def _step_group(self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor]) -> None:
+    def _step_on_device(
+        self, group: dict[str, Any], device: torch.device, params: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        lr = group["lr"]
+        waits = not (isinstance(lr, Tensor) and lr.device == device and device.type == "cuda")
         states = [self._state_of(param, group) for param in params]
         averages = [[state[name] for state in states] for name in _averages(group["amsgrad"])]
         given = [[tensor_parallel.local(tensor) for tensor in column] for column in (params, *averages)]
@@ -108,7 +116,8 @@ class FlatAdamW(torch.optim.Optimizer):
             used[2],
             used[3] if group["amsgrad"] else [],
             [state["step"] for state in states],
-            float(group["lr"]),
+            [] if waits else [lr],
+            float(lr) if waits else 0.0,
             *map(float, group["betas"]),
             float(group["eps"]),
             float(group["weight_decay"]),
@@ -122,7 +131,7 @@ class FlatAdamW(torch.optim.Optimizer):
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         state = self.state[param]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         for name in _averages(group["amsgrad"]):
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=group["state_dtype"] or param.dtype)
@@ -163,9 +172,9 @@ class FlatAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for option, value in (("amsgrad", False), ("maximize", False), ("state_dtype", None)):
                 group.setdefault(option, value)
-        for param_state in self.state.values():
+        for param, param_state in self.state.items():
             if isinstance(param_state, dict) and "step" in param_state:
-                param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device="cpu")
+                param_state["step"] = torch.as_tensor(param_state["step"], dtype=torch.float32, device=param.device)
 
 
 def _averages(amsgrad: bool) -> tuple[str, ...]:
@@ -195,9 +204,14 @@ def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tenso
                 f"FlatAdamW takes no sparse gradients, but gradient {index} of group {group} is one: use "
                 "torch.optim.SparseAdam for its parameter"
             )
-        if not (param.is_cpu and grad.is_cpu):
+        if param.device != grad.device:
             raise NotImplementedError(
-                f"FlatAdamW steps on the CPU, but parameter {index} (of those with a gradient) of group {group} is on "
-                f"{param.device}, its gradient on {grad.device}: use torch.optim.AdamW(..., fused=True), or offload it"
+                f"FlatAdamW steps where both are, but parameter {index} (of those with a gradient) of group {group} is "
+                f"on {param.device}, its gradient on {grad.device}: move the gradient there"
+            )
+        if why := _C.why_no_kernels(param.device.type):
+            raise NotImplementedError(
+                f"FlatAdamW cannot step over parameter {index} (of those with a gradient) of group {group} on "
+                f"{param.device}: {why}; use torch.optim.AdamW(..., fused=True), or offload it"
             )
     return found

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
+from fsdp_c import _C
+
 __all__ = ["ShardedGradScaler"]
 
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -148,8 +150,10 @@ def _params(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 def _native_grads(optimizer: torch.optim.Optimizer, *numbers: Tensor) -> list[Tensor]:
     """All gradients, if ``fsdp_c::unscale_`` takes them, which gives torch's bits in half the time; else none."""
     grads = [param.grad.detach() for param in _params(optimizer) if param.grad is not None]
-    taken = all(number.device.type == "cpu" for number in numbers) and all(
-        grad.device.type == "cpu"
+    device = numbers[0].device
+    there = _C.why_no_kernels(device.type) is None and all(number.device == device for number in numbers)
+    taken = there and all(
+        grad.device == device
         and grad.layout is torch.strided
         and type(grad) is Tensor
         and grad.dtype in _NATIVE_DTYPES

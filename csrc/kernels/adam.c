@@ -10,13 +10,11 @@
  *
  * Those are the bits of torch's fused AdamW where its vectors have fused products, but for the elements that its vectors
  * leave over. Coefficients are computed in fp64. */
-#include <math.h>
 #include <stddef.h>
 
+#include "kernels/adam.h"
 #include "kernels/blocks.h"
 #include "kernels/loops.h"
-
-enum { ADAM_OPERANDS = ADAM_MAX_EXP_AVG_SQ + 1 };
 
 struct adam_context {
     const struct adam_tensor *tensor;
@@ -24,21 +22,6 @@ struct adam_context {
     enum dtype dtype; /* that the loop runs in: of all operands, or the arithmetic's */
     int64_t most;     /* elements at once: as many as scratch holds, where a dtype differs */
 };
-
-static struct adam_numbers adam_numbers_of(const struct adamw_options *options, double step) {
-    double correction1 = 1.0 - pow(options->beta1, step);
-    double correction2 = 1.0 - pow(options->beta2, step);
-    return (struct adam_numbers){
-        .decay = 1.0 - options->lr * options->weight_decay,
-        .step_size = -(options->lr / correction1),
-        .grad_weight = 1.0 - options->beta1,
-        .beta2 = options->beta2,
-        .square_weight = 1.0 - options->beta2,
-        .correction2_sqrt = sqrt(correction2),
-        .eps = options->eps,
-        .maximize = options->maximize,
-    };
-}
 
 /* Operands of other dtypes than the loop's go through scratch, and back but for the gradient. */
 static void adam_block(const struct adam_context *adam, int64_t begin, int64_t numel) {
@@ -62,22 +45,10 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
     }
 }
 
-static enum status adam_check(const struct adam_tensor *tensor) {
-    for (int i = 0; i < ADAM_OPERANDS; i++) {
-        const struct tensor_view *view = &tensor->operands[i];
-        if (!view->data && i == ADAM_MAX_EXP_AVG_SQ) {
-            continue;
-        }
-        if (!dtype_is_known(view->dtype)) {
-            return STATUS_UNSUPPORTED;
-        }
-    }
-    return tensor->numel < 0 || !(tensor->step >= 1) ? STATUS_INVALID : STATUS_OK;
-}
-
-static struct adam_context adam_context_of(const struct adam_tensor *tensor, const struct adamw_options *options) {
+static struct adam_context adam_context_of(const struct adam_tensor *tensor, const struct adamw_options *options,
+                                           double lr) {
     enum dtype dtype = tensor->operands[ADAM_PARAM].dtype;
-    struct adam_context context = {tensor, adam_numbers_of(options, tensor->step), dtype,
+    struct adam_context context = {tensor, adam_numbers_of(options, lr, (double)*tensor->step + 1.0), dtype,
                                    tensor->numel > 0 ? tensor->numel : 1};
     for (int i = 0; i < ADAM_OPERANDS; i++) {
         if (tensor->operands[i].data && tensor->operands[i].dtype != dtype) {
@@ -91,6 +62,7 @@ static struct adam_context adam_context_of(const struct adam_tensor *tensor, con
 struct adamw {
     const struct adam_tensor *tensors;
     const struct adamw_options *options;
+    double lr;
 };
 
 static int64_t adam_numel(const void *context, int64_t tensor) {
@@ -100,21 +72,42 @@ static int64_t adam_numel(const void *context, int64_t tensor) {
 
 static void adam_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
     const struct adamw *adamw = context;
-    struct adam_context adam = adam_context_of(&adamw->tensors[tensor], adamw->options);
+    struct adam_context adam = adam_context_of(&adamw->tensors[tensor], adamw->options, adamw->lr);
     for (int64_t i = begin; i < end; i += adam.most) {
         adam_block(&adam, i, end - i < adam.most ? end - i : adam.most);
     }
 }
 
-enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
-                         const struct kernel_stream *stream) {
-    struct adamw adamw = {tensors, options};
+static bool adam_steps_are_counts(const struct adam_tensor *tensors, int64_t num_tensors) {
     for (int64_t i = 0; i < num_tensors; i++) {
-        enum status status = adam_check(&tensors[i]);
-        if (status != STATUS_OK) {
-            return status;
+        if (!(*tensors[i].step >= 0)) {
+            return false;
         }
     }
+    return true;
+}
+
+static double adam_lr(const struct adamw_options *options) {
+    double lr = options->lr;
+    if (options->lr_memory) {
+        kernel_cast_divide(&lr, DTYPE_FLOAT64, options->lr_memory, options->lr_dtype, 1, 1.0, NULL);
+    }
+    return lr;
+}
+
+enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
+                         const struct kernel_stream *stream) {
+    enum status status = adam_check(tensors, num_tensors, options);
+    if (status != STATUS_OK || num_tensors == 0) {
+        return status;
+    }
+    if (!adam_steps_are_counts(tensors, num_tensors)) {
+        return STATUS_INVALID;
+    }
+    struct adamw adamw = {tensors, options, adam_lr(options)};
     group_for(stream, &(struct group){num_tensors, adam_numel, adam_part, &adamw}, GRAIN_NUMEL / 4);
+    for (int64_t i = 0; i < num_tensors; i++) {
+        *tensors[i].step += 1.0f;
+    }
     return STATUS_OK;
 }

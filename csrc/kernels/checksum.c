@@ -10,12 +10,10 @@
 #include <string.h>
 
 #include "kernels/blocks.h"
+#include "kernels/checksum.h"
 #include "kernels/loops.h"
 
-enum {
-    WORD_NBYTES = 8,
-    GRAIN_WORDS = 32 * 1024,
-};
+enum { GRAIN_WORDS = 32 * 1024 };
 
 struct checksum_context {
     const unsigned char *data;
@@ -26,12 +24,6 @@ static void checksum_range(int64_t begin, int64_t end, void *context) {
     struct checksum_context *checksum = context;
     uint64_t sum = loops_active()->checksum(checksum->data + begin * WORD_NBYTES, begin, end - begin);
     atomic_fetch_add_explicit(&checksum->sum, sum, memory_order_relaxed);
-}
-
-static uint64_t mixed(uint64_t sum) {
-    sum = (sum ^ (sum >> 33)) * 0xff51afd7ed558ccdu;
-    sum = (sum ^ (sum >> 33)) * 0xc4ceb9fe1a85ec53u;
-    return sum ^ (sum >> 33);
 }
 
 static uint64_t checksum_of(const struct byte_range *range, const struct kernel_stream *stream) {
@@ -45,7 +37,7 @@ static uint64_t checksum_of(const struct byte_range *range, const struct kernel_
         memcpy(last, context.data + num_words * WORD_NBYTES, (size_t)rest);
         sum += loops_active()->checksum(last, num_words, 1);
     }
-    return mixed(sum);
+    return checksum_mixed(sum);
 }
 
 enum status kernel_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,

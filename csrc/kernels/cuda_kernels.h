@@ -24,6 +24,12 @@ enum status cuda_norms(void *norms, const struct tensor_view *tensors, const int
 int64_t cuda_norms_scratch_nbytes(const int64_t *numels, int64_t num_tensors);
 enum status cuda_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                        const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream);
+enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                         const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
+enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
+                           const struct kernel_stream *stream);
+enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
+                       const struct kernel_stream *stream);
 
 #ifdef __cplusplus
 }

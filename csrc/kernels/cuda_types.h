@@ -122,6 +122,20 @@ template <typename To, typename From> __host__ __device__ inline To converted(Fr
     }
 }
 
+/* One number of any dtype, on the device. */
+__device__ inline double read_number(const void *number, enum dtype dtype) {
+    switch (dtype) {
+    case DTYPE_FLOAT32:
+        return *(const float *)number;
+    case DTYPE_FLOAT64:
+        return *(const double *)number;
+    case DTYPE_BFLOAT16:
+        return float_from_bfloat16(*(const bfloat16 *)number);
+    default:
+        return float_from_float16(*(const float16 *)number);
+    }
+}
+
 /* Call body(type) with a value of the type of `dtype`. */
 template <typename Body> enum status with_type(enum dtype dtype, Body body) {
     switch (dtype) {

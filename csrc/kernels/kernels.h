@@ -13,6 +13,12 @@
 
 #include "base/status.h"
 
+#ifdef __CUDACC__
+#define HOST_DEVICE __host__ __device__ /* for what kernels of the CPU and of the GPU share */
+#else
+#define HOST_DEVICE
+#endif
+
 enum dtype { DTYPE_FLOAT32, DTYPE_FLOAT64, DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_COUNT, DTYPE_OTHER = DTYPE_COUNT };
 enum device_kind { DEVICE_CPU, DEVICE_CUDA, DEVICE_OTHER };
 
@@ -101,12 +107,12 @@ enum status kernel_checksums(uint64_t *checksums, const struct byte_range *range
                              const struct kernel_stream *stream);
 
 /* What a step of Adam reads, and, but for the gradient, writes: contiguous, each of its own dtype. Without amsgrad the data of
- * the last is NULL. `step` counts from 1, this one included. */
+ * the last is NULL. `step` counts those taken before, and is counted up: one number of the operands' device. */
 enum adam_operand { ADAM_PARAM, ADAM_GRAD, ADAM_EXP_AVG, ADAM_EXP_AVG_SQ, ADAM_MAX_EXP_AVG_SQ };
 struct adam_tensor {
     struct tensor_view operands[ADAM_MAX_EXP_AVG_SQ + 1];
     int64_t numel;
-    double step;
+    float *step;
 };
 struct adamw_options {
     double lr;
@@ -115,6 +121,8 @@ struct adamw_options {
     double eps;
     double weight_decay;
     bool maximize;
+    const void *lr_memory; /* of the operands' device, holds the learning rate instead of `lr`; or NULL */
+    enum dtype lr_dtype;
 };
 
 /* One step of AdamW, in fp64 for fp64 parameters and in fp32 for all others: adam.c gives the formula. */

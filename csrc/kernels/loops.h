@@ -5,19 +5,7 @@
 #ifndef FSDP_KERNELS_LOOPS_H
 #define FSDP_KERNELS_LOOPS_H
 
-#include "kernels/kernels.h"
-
-/* The coefficients of a step of AdamW: see adam.c. */
-struct adam_numbers {
-    double decay;
-    double step_size;
-    double grad_weight;
-    double beta2;
-    double square_weight;
-    double correction2_sqrt;
-    double eps;
-    bool maximize;
-};
+#include "kernels/adam.h"
 
 /* Two dtypes of a pair stand in the order output, input. An output may be the input when the dtypes are equal. */
 struct loops {

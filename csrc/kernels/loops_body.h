@@ -378,15 +378,6 @@ static void double_adamw(void *const operands[], int64_t numel, const struct ada
 
 /* ---- checksum ---- */
 
-static const uint64_t checksum_step = 0x9e3779b97f4a7c15u;
-
-static inline uint64_t checksum_term(const void *data, int64_t i, uint64_t key) {
-    uint64_t word;
-    memcpy(&word, (const char *)data + i * (int64_t)sizeof word, sizeof word);
-    word ^= key;
-    return word + (word & 0xffffffffu) * (word >> 32);
-}
-
 static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words) {
     uint64_t lanes[WORDS];
     uint64_t sum = 0;
@@ -394,20 +385,22 @@ static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words
     words sums = words_of(0);
     int64_t i = 0;
     for (int lane = 0; lane < WORDS; lane++) {
-        lanes[lane] = (uint64_t)(first_word + lane + 1) * checksum_step;
+        lanes[lane] = (uint64_t)(first_word + lane + 1) * CHECKSUM_STEP;
     }
     memcpy(&keys, lanes, sizeof keys);
     for (; i + WORDS <= num_words; i += WORDS) {
         words values = words_load((const char *)data + i * (int64_t)sizeof *lanes) ^ keys;
         sums += values + words_multiply_halves(values);
-        keys += words_of(WORDS * checksum_step);
+        keys += words_of(WORDS * CHECKSUM_STEP);
     }
     memcpy(lanes, &sums, sizeof sums);
     for (int lane = 0; lane < WORDS; lane++) {
         sum += lanes[lane];
     }
     for (; i < num_words; i++) {
-        sum += checksum_term(data, i, (uint64_t)(first_word + i + 1) * checksum_step);
+        uint64_t word;
+        memcpy(&word, (const char *)data + i * (int64_t)sizeof word, sizeof word);
+        sum += checksum_term(word, first_word + i);
     }
     return sum;
 }

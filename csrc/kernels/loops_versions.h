@@ -2,6 +2,7 @@
 #ifndef FSDP_KERNELS_LOOPS_VERSIONS_H
 #define FSDP_KERNELS_LOOPS_VERSIONS_H
 
+#include "kernels/checksum.h"
 #include "kernels/loops.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

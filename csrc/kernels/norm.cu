@@ -6,6 +6,7 @@
 #include <math.h>
 
 #include "kernels/cuda_elementwise.h"
+#include "kernels/cuda_join.h"
 #include "kernels/cuda_kernels.h"
 
 enum { CHUNK_NUMEL = 64 * 1024 };
@@ -99,21 +100,6 @@ template <typename A> struct largest_magnitude {
 };
 
 /* ---- the kernels ---- */
-
-/* The values of all threads of a block, joined in a tree; the result is thread 0's. */
-template <typename A, typename Kind> __device__ A join_block(A value, const Kind &kind) {
-    __shared__ A values[THREADS];
-    __syncthreads(); /* an earlier round has been read */
-    values[threadIdx.x] = value;
-    __syncthreads();
-    for (unsigned width = THREADS / 2; width > 0; width /= 2) {
-        if (threadIdx.x < width) {
-            values[threadIdx.x] = kind.joined(values[threadIdx.x], values[threadIdx.x + width]);
-        }
-        __syncthreads();
-    }
-    return values[0];
-}
 
 /* One thread's share of a chunk: every THREADS-th vector's worth of elements, by place and not by address. */
 template <typename In, typename A, typename Kind>

@@ -1,11 +1,15 @@
 /* Many tensors into one flat buffer, with the cast and the pre-division; or added to what it holds.
  *
  * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the zeros behind it. Any
- * other source has a launch of its own, where each thread finds its element by the strides. */
+ * other source has a launch of its own: a transposed one goes by tiles, in the rest each thread finds its element by the strides. */
 #include "kernels/cuda_elementwise.h"
 #include "kernels/cuda_kernels.h"
 
-enum { MOST_NDIM = 64 /* torch's own limit */ };
+enum {
+    MOST_NDIM = 64, /* torch's own limit */
+    TILE = 32,      /* a side; a warp reads a row of it and writes a column */
+    LEAST_SIDE = 8, /* of a matrix that is worth tiles */
+};
 
 #ifndef MOST_STRIDED_NUMEL /* a test makes it small */
 #define MOST_STRIDED_NUMEL INT32_MAX
@@ -18,7 +22,9 @@ struct strided_source {
     const void *input;
     void *output;
     int64_t numel;
+    int64_t num_tiles;
     int32_t ndim;
+    int32_t rows; /* the dimension that is dense in the input, where the source goes by tiles; or -1 */
     int64_t sizes[MOST_NDIM];
     int64_t strides[MOST_NDIM];
 };
@@ -50,6 +56,32 @@ static bool is_flat(const struct pack_source *source) {
     return true;
 }
 
+/* Dimensions that lie behind each other in the input as in the output are one. */
+static void merge_dimensions(struct strided_source *plan) {
+    int32_t last = 0;
+    for (int32_t d = 1; d < plan->ndim; d++) {
+        if (plan->strides[last] == plan->strides[d] * plan->sizes[d]) {
+            plan->sizes[last] *= plan->sizes[d];
+        } else {
+            plan->sizes[++last] = plan->sizes[d];
+        }
+        plan->strides[last] = plan->strides[d];
+    }
+    plan->ndim = plan->ndim > 0 ? last + 1 : 0;
+}
+
+/* The dimension to make tiles of with the last one: neighbours in the output are far from each other in the input, but these
+ * are neighbours there. -1 for none. */
+static int32_t rows_of_tiles(const struct strided_source *plan) {
+    int32_t last = plan->ndim - 1;
+    for (int32_t d = 0; d < last; d++) {
+        if (plan->strides[d] == 1 && plan->sizes[d] >= LEAST_SIDE && plan->sizes[last] >= LEAST_SIDE) {
+            return d;
+        }
+    }
+    return -1;
+}
+
 /* False where the output strides leave holes. */
 static bool plan_strided(struct strided_source *plan, const struct pack_source *source) {
     int64_t order[MOST_NDIM]; /* output strides of the dimensions taken so far */
@@ -76,6 +108,8 @@ static bool plan_strided(struct strided_source *plan, const struct pack_source *
         }
         expected *= plan->sizes[d];
     }
+    merge_dimensions(plan);
+    plan->rows = rows_of_tiles(plan);
     return expected == source->numel;
 }
 
@@ -99,25 +133,118 @@ __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* As many rows of the first dimension at a time as have 32-bit places. */
+/* A tile of the matrix that the dimension `rows` and the last one make at one index of the others. */
+struct tile_place {
+    int64_t row, column;           /* of its first element in the matrix */
+    int64_t input, output;         /* offsets of that element */
+    int64_t row_step;              /* from a row to the next in the output; in the input it is 1 */
+    int64_t num_rows, num_columns; /* of the tile */
+};
+
+__host__ __device__ static inline int64_t tiles_in(int64_t size) {
+    return (size + TILE - 1) / TILE;
+}
+
+/* The quotient of a number in 32 bits; the remainder stays in it. */
+__device__ static inline uint32_t take_index(uint32_t *rest, int64_t size) {
+    uint32_t quotient = *rest / (uint32_t)size;
+    uint32_t index = *rest - quotient * (uint32_t)size;
+    *rest = quotient;
+    return index;
+}
+
+__device__ static tile_place place_of(const struct strided_source &source, int64_t tile) {
+    int32_t last = source.ndim - 1;
+    uint32_t rest = (uint32_t)tile;
+    struct tile_place place = {};
+    place.column = (int64_t)take_index(&rest, tiles_in(source.sizes[last])) * TILE;
+    place.row = (int64_t)take_index(&rest, tiles_in(source.sizes[source.rows])) * TILE;
+    int64_t step = 1; /* of dimension d in the output */
+    for (int32_t d = last; d >= 0; d--) {
+        bool is_other = d != last && d != source.rows;
+        int64_t index = is_other ? take_index(&rest, source.sizes[d]) : d == last ? place.column : place.row;
+        place.row_step = d == source.rows ? step : place.row_step;
+        place.input += index * source.strides[d];
+        place.output += index * step;
+        step *= source.sizes[d];
+    }
+    place.num_rows = source.sizes[source.rows] - place.row;
+    place.num_columns = source.sizes[last] - place.column;
+    return place;
+}
+
+/* Through shared memory, so that neighbouring threads read neighbours and write neighbours. A row of the tile is one element
+ * longer than its elements: a column of it then lies in as many banks as it has elements. */
+template <typename Out, typename In, typename Operation>
+__global__ void __launch_bounds__(THREADS)
+    transposed(const __grid_constant__ struct strided_source source, Operation operation) {
+    __shared__ In values[TILE][TILE + 1];
+    int64_t column_step = source.strides[source.ndim - 1]; /* in the input */
+    int64_t x = threadIdx.x % TILE;
+    for (int64_t tile = blockIdx.x; tile < source.num_tiles; tile += gridDim.x) {
+        struct tile_place place = place_of(source, tile);
+        const In *input = (const In *)source.input + place.input;
+        Out *output = (Out *)source.output + place.output;
+        for (int64_t y = threadIdx.x / TILE; y < TILE && y < place.num_columns; y += THREADS / TILE) {
+            if (x < place.num_rows) {
+                values[y][x] = input[y * column_step + x];
+            }
+        }
+        __syncthreads();
+        for (int64_t y = threadIdx.x / TILE; y < TILE && y < place.num_rows; y += THREADS / TILE) {
+            if (x < place.num_columns) {
+                Out *element = output + y * place.row_step + x;
+                *element = operation(Operation::READS_OUTPUT ? *element : Out(), values[x][y]);
+            }
+        }
+        __syncthreads(); /* the tile has been written out */
+    }
+}
+
+template <typename Out, typename In, typename Operation>
+static enum status enqueue_one(struct strided_source *source, const Operation &operation,
+                               const struct kernel_stream *stream) {
+    static_assert(sizeof(struct strided_source) + sizeof(Operation) <= 4096, "a launch takes 4 KiB by value");
+    if (source->rows >= 0) {
+        int64_t columns = source->sizes[source->ndim - 1], rows = source->sizes[source->rows];
+        source->num_tiles = source->numel / columns / rows * tiles_in(columns) * tiles_in(rows);
+        ENQUEUE_WITH_BARRIERS((transposed<Out, In, Operation>), cuda_blocks(source->num_tiles), stream, *source,
+                              operation);
+    } else {
+        ENQUEUE((strided<Out, In, Operation>), cuda_blocks((source->numel + THREADS - 1) / THREADS), stream, *source,
+                operation);
+    }
+    return cuda_status(cudaGetLastError());
+}
+
+/* The index 0 of the first dimension alone. */
+static struct strided_source first_of(const struct strided_source *source) {
+    struct strided_source first = *source;
+    first.ndim--;
+    first.numel = source->numel / source->sizes[0];
+    memmove(first.sizes, source->sizes + 1, (size_t)first.ndim * sizeof *first.sizes);
+    memmove(first.strides, source->strides + 1, (size_t)first.ndim * sizeof *first.strides);
+    first.rows = source->rows > 0 ? source->rows - 1 : -1;
+    return first;
+}
+
+/* As much at a time as has 32-bit places: so many indices of the first dimension, or, one by one, of those behind it. */
 template <typename Out, typename In, typename Operation>
 static enum status enqueue_strided(struct strided_source source, const Operation &operation,
                                    const struct kernel_stream *stream) {
-    static_assert(sizeof(struct strided_source) + sizeof(Operation) <= 4096, "a launch takes 4 KiB by value");
-    int64_t rows = source.ndim > 0 ? source.sizes[0] : 1;
-    int64_t row = source.numel / rows;
-    int64_t most = MOST_STRIDED_NUMEL / row;
-    enum status status = most > 0 ? STATUS_OK : STATUS_UNSUPPORTED;
-    while (rows > 0 && status == STATUS_OK) {
-        int64_t taken = rows < most ? rows : most;
+    int64_t left = source.ndim > 0 ? source.sizes[0] : 1;
+    int64_t each = source.numel / left;
+    int64_t most = MOST_STRIDED_NUMEL / each;
+    enum status status = STATUS_OK;
+    while (left > 0 && status == STATUS_OK) {
+        int64_t taken = left < most ? left : most > 0 ? most : 1;
         source.sizes[0] = taken;
-        source.numel = taken * row;
-        ENQUEUE((strided<Out, In, Operation>), cuda_blocks((source.numel + THREADS - 1) / THREADS), stream, source,
-                operation);
-        status = cuda_status(cudaGetLastError());
+        source.numel = taken * each;
+        status = most > 0 ? enqueue_one<Out, In>(&source, operation, stream)
+                          : enqueue_strided<Out, In>(first_of(&source), operation, stream);
         source.input = (const In *)source.input + taken * (source.ndim > 0 ? source.strides[0] : 0);
         source.output = (Out *)source.output + source.numel;
-        rows -= taken;
+        left -= taken;
     }
     return status;
 }

@@ -35,6 +35,9 @@ const struct kernel_table cpu_kernels = {
     .norms = norms,
     .norms_scratch_nbytes = norms_scratch_nbytes,
     .scale = scale,
+    .unscale = kernel_unscale,
+    .checksums = kernel_checksums,
+    .adamw = kernel_adamw,
     .device_error = device_error,
 };
 
@@ -83,6 +86,24 @@ static enum status no_scale(const struct tensor_view *tensors, const int64_t *nu
     return STATUS_OK;
 }
 
+static enum status no_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                              const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
+    (void)tensors, (void)numels, (void)num_tensors, (void)inverse_scale, (void)found_inf, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
+                                const struct kernel_stream *stream) {
+    (void)checksums, (void)ranges, (void)num_ranges, (void)stream;
+    return STATUS_OK;
+}
+
+static enum status no_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
+                            const struct kernel_stream *stream) {
+    (void)tensors, (void)num_tensors, (void)options, (void)stream;
+    return STATUS_OK;
+}
+
 const struct kernel_table no_kernels = {
     .version = KERNEL_TABLE_VERSION,
     .pack = no_pack,
@@ -94,5 +115,8 @@ const struct kernel_table no_kernels = {
     .norms = no_norms,
     .norms_scratch_nbytes = norms_scratch_nbytes,
     .scale = no_scale,
+    .unscale = no_unscale,
+    .checksums = no_checksums,
+    .adamw = no_adamw,
     .device_error = device_error,
 };

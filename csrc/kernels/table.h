@@ -7,7 +7,7 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 1 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 2 }; /* a library of another version is not loaded */
 
 struct kernel_table {
     int32_t version;
@@ -31,6 +31,13 @@ struct kernel_table {
     /* As kernel_scale, the coefficient being one element of the device's memory: the host does not wait for its value. */
     enum status (*scale)(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream);
+    /* As kernel_unscale and kernel_checksums, all numbers lying in the device's memory: the host waits for none. */
+    enum status (*unscale)(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                           const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
+    enum status (*checksums)(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
+                             const struct kernel_stream *stream);
+    enum status (*adamw)(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
+                         const struct kernel_stream *stream);
     const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
 };
 

@@ -9,6 +9,7 @@
 #include "runtime/replaced.h"
 #include "runtime/watch.h"
 #include "torch/buffer.h"
+#include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/ops.h"
 #include "torch/profile.h"
@@ -71,6 +72,17 @@ static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
     if (!loops_use(name))
         return PyErr_Format(PyExc_ValueError, "no kernels for \"%s\" on this processor: see cpu_capabilities()", name);
     Py_RETURN_NONE;
+}
+
+static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
+    const char *device, *why = NULL;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "s", &device))
+        return NULL;
+    bool is_cpu = strcmp(device, "cpu") == 0, is_cuda = strcmp(device, "cuda") == 0;
+    if (kernels_of(is_cpu ? DEVICE_CPU : is_cuda ? DEVICE_CUDA : DEVICE_OTHER, &why))
+        Py_RETURN_NONE;
+    return PyUnicode_FromString(why);
 }
 
 static PyObject *record_streams(PyObject *self, PyObject *recorder) {
@@ -145,6 +157,7 @@ static PyMethodDef functions[] = {
     {"note_ledger_failure", note_ledger_failure, METH_NOARGS, NULL},
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
+    {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},
     {"record_streams", record_streams, METH_O, NULL},
     {"replace", replace, METH_VARARGS, NULL},
     {"prefer_large_pages", prefer_large_pages, METH_O, NULL},

@@ -84,7 +84,7 @@ int buffer_alloc(struct buffer *buffer) {
     prefer_large_pages(buffer);
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
-    trace_tensor("alloc", buffer->tensor);
+    trace_tensor(buffer->counted ? "alloc" : "alloc_shard", buffer->tensor);
     return 0;
 }
 

@@ -17,60 +17,71 @@ struct op_call {
     const char *name;
     bool is_meta;
     enum device_kind device;
+    bool has_index; /* an operand was read, and said on which of these devices */
+    int32_t device_index;
 };
 
-static const struct kernel_table *kernels(const struct op_call *call) {
+static const struct kernel_table *kernels(struct op_call *call) {
     const char *why = NULL;
     const struct kernel_table *table = kernels_of(call->device, &why);
     OP_CHECK(table, "%s: %s", call->name, why);
     return table;
 }
 
-static void check_status(const struct op_call *call, enum status status) {
+static void check_status(struct op_call *call, enum status status) {
     OP_CHECK(status != STATUS_UNSUPPORTED, "%s: no kernel for these dtypes or this norm", call->name);
     OP_CHECK(status != STATUS_DEVICE, "%s: CUDA refused the launch: %s", call->name, kernels(call)->device_error());
     OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);
 }
 
-/* A tensor a kernel can read: on the op's device (or Meta), of a known dtype, its storage alive. */
-static void read_operand(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                         const char *argument) {
+/* Memory a kernel can read: on the op's one device (or Meta), and not freed. */
+static void read_memory(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                        const char *argument) {
     op_read_operand(operand, tensor);
     bool has_memory = operand->numel == 0 || operand->view.data;
-    OP_CHECK(operand->view.dtype != DTYPE_OTHER, "%s: %s must be float32, float64, bfloat16 or float16", call->name,
-             argument);
-    OP_CHECK(call->is_meta || operand->view.device == call->device, "%s: %s must be on %s", call->name, argument,
-             call->device == DEVICE_CPU ? "the CPU" : "the GPU, as the first argument is");
+    bool is_there = operand->view.device == call->device &&
+                    (call->device == DEVICE_CPU || !call->has_index || operand->device_index == call->device_index);
+    OP_CHECK(call->is_meta || is_there, "%s: %s must be on %s", call->name, argument,
+             call->device == DEVICE_CPU ? "the CPU" : "the GPU that the other arguments are on");
     OP_CHECK(call->is_meta || has_memory, "%s: the storage of %s is freed", call->name, argument);
+    call->has_index = true;
+    call->device_index = operand->device_index;
 }
 
-static void read_contiguous(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+/* The same of a known dtype. */
+static void read_operand(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+                         const char *argument) {
+    read_memory(call, operand, tensor, argument);
+    OP_CHECK(operand->view.dtype != DTYPE_OTHER, "%s: %s must be float32, float64, bfloat16 or float16", call->name,
+             argument);
+}
+
+static void read_contiguous(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                             const char *argument) {
     read_operand(call, operand, tensor, argument);
     OP_CHECK(operand->is_contiguous, "%s: %s must be contiguous", call->name, argument);
 }
 
-static void read_flat(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
-                      const char *argument) {
+static void read_flat(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor, const char *argument) {
     read_contiguous(call, operand, tensor, argument);
     OP_CHECK(operand->view.ndim == 1, "%s: %s must have one dimension, not %d", call->name, argument,
              (int)operand->view.ndim);
 }
 
-static int32_t read_dtype(const struct op_call *call, StableIValue slot) {
+static int32_t read_dtype(struct op_call *call, StableIValue slot) {
     int32_t code = (int32_t)slot;
     OP_CHECK(op_dtype(code) != DTYPE_OTHER, "%s: dtype must be float32, float64, bfloat16 or float16", call->name);
     return code;
 }
 
-static double read_divisor(const struct op_call *call, StableIValue slot) {
+static double read_divisor(struct op_call *call, StableIValue slot) {
     double divisor = op_float(slot);
     OP_CHECK(divisor > 0, "%s: divisor must be positive, not %g", call->name, divisor);
     return divisor;
 }
 
 /* Pack sources into the output, one pass; nothing to do on Meta. */
-static void run_pack(const struct op_call *call, const struct op_operand *output, const struct pack_source *sources,
+static void run_pack(struct op_call *call, const struct op_operand *output, const struct pack_source *sources,
                      size_t count, double divisor) {
     if (!call->is_meta) {
         check_status(call, kernels(call)->pack(output->view.data, output->view.dtype, output->numel, sources,
@@ -84,7 +95,7 @@ static int64_t align_up(int64_t value, int64_t alignment) {
 }
 
 /* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel are zero. */
-static void flatten(StableIValue *stack, const struct op_call *call) {
+static void flatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
     OP_OWNED output = NULL;
@@ -115,8 +126,7 @@ static void flatten(StableIValue *stack, const struct op_call *call) {
 }
 
 /* Copy numel elements of a flat tensor into a new one. */
-static AtenTensorHandle copy_part(const struct op_call *call, const struct op_operand *flat, int64_t offset,
-                                  int64_t numel) {
+static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand *flat, int64_t offset, int64_t numel) {
     AtenTensorHandle part = op_empty(1, &numel, flat->dtype_code, flat);
     if (!call->is_meta) {
         struct op_operand output;
@@ -145,14 +155,14 @@ static void drop_result(struct list_owner *result) {
     op_drop_list(&list);
 }
 
-static void check_segment(const struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
+static void check_segment(struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
     OP_CHECK(offset >= 0 && numel >= 0 && offset <= total && numel <= total - offset,
              "%s: elements [%" PRId64 ", %" PRId64 ") lie outside of %s, which has %" PRId64, call->name, offset,
              offset + numel, what, total);
 }
 
 /* fsdp_c::unflatten: a copy of each segment, in one dimension. */
-static void unflatten(StableIValue *stack, const struct op_call *call) {
+static void unflatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED_LIST offsets = {0};
     OP_OWNED_LIST numels = {0};
@@ -175,7 +185,7 @@ static void unflatten(StableIValue *stack, const struct op_call *call) {
 }
 
 /* fsdp_c::shard: this rank's chunk in another dtype, zero-padded on the right to the size of rank 0's. */
-static void shard(StableIValue *stack, const struct op_call *call) {
+static void shard(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED output = NULL;
     int64_t rank = op_int(stack[1]);
@@ -202,7 +212,7 @@ static void shard(StableIValue *stack, const struct op_call *call) {
 }
 
 /* fsdp_c::pack_gradients: cast, divide and flatten in one pass; what no gradient covers is zeroed. */
-static void pack_gradients(StableIValue *stack, const struct op_call *call) {
+static void pack_gradients(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED_LIST grads = {0};
     OP_OWNED_LIST offsets = {0};
@@ -229,7 +239,7 @@ static void pack_gradients(StableIValue *stack, const struct op_call *call) {
 }
 
 /* fsdp_c::cast_divide: the same shape, contiguous, in another dtype and divided. */
-static void cast_divide(StableIValue *stack, const struct op_call *call) {
+static void cast_divide(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
     OP_OWNED output = NULL;
     double divisor = read_divisor(call, stack[1]);
@@ -245,7 +255,7 @@ static void cast_divide(StableIValue *stack, const struct op_call *call) {
 }
 
 /* fsdp_c::accumulate_shard: accumulator += shard / divisor, rounded in the shard's dtype first. */
-static void accumulate_shard(StableIValue *stack, const struct op_call *call) {
+static void accumulate_shard(StableIValue *stack, struct op_call *call) {
     OP_OWNED target = op_tensor(stack[0]);
     OP_OWNED addend = op_tensor(stack[1]);
     double divisor = read_divisor(call, stack[2]);
@@ -269,7 +279,7 @@ struct byte_ranges {
     size_t num_sources;
 };
 
-static void check_range(const struct op_call *call, const struct byte_ranges *ranges, size_t index) {
+static void check_range(struct op_call *call, const struct byte_ranges *ranges, size_t index) {
     const int64_t source = op_int(ranges->numbers->items[3 * index]);
     OP_CHECK(source >= 0 && (size_t)source < ranges->num_sources, "%s: range %zu is of source %" PRId64 " of %zu",
              call->name, index, source, ranges->num_sources);
@@ -292,8 +302,8 @@ static void copy_bytes(char *output, const struct byte_ranges *ranges, size_t fi
 }
 
 /* A tensor of these sizes for `count` ranges from the `first` on. */
-static AtenTensorHandle new_joined(const struct op_call *call, const struct op_list *numbers, size_t first,
-                                   size_t count, const int64_t *sizes, int64_t ndim, AtenTensorHandle like) {
+static AtenTensorHandle new_joined(struct op_call *call, const struct op_list *numbers, size_t first, size_t count,
+                                   const int64_t *sizes, int64_t ndim, AtenTensorHandle like) {
     struct op_operand model;
     op_read_operand(&model, like);
     int64_t nbytes = (int64_t)torch_abi.aoti_torch_dtype_element_size(model.dtype_code);
@@ -311,7 +321,7 @@ static AtenTensorHandle new_joined(const struct op_call *call, const struct op_l
 }
 
 /* What the lists of fsdp_c::join_ranges say, checked: nothing reads beyond them afterwards. */
-static void check_join(const struct op_call *call, const struct op_list *counts, const struct op_list *likes,
+static void check_join(struct op_call *call, const struct op_list *counts, const struct op_list *likes,
                        const struct op_list *ndims, size_t num_sizes, size_t num_ranges) {
     OP_CHECK(counts->count == likes->count && ndims->count == likes->count,
              "%s: %zu counts, %zu ndims, but %zu tensors to be like", call->name, counts->count, ndims->count,
@@ -330,7 +340,7 @@ static void check_join(const struct op_call *call, const struct op_list *counts,
 }
 
 /* fsdp_c::join_ranges: new tensors, each of byte ranges of the sources one behind the other. */
-static void join_ranges(StableIValue *stack, const struct op_call *call) {
+static void join_ranges(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST sources = {0}, numbers = {0}, counts = {0}, likes = {0}, ndims = {0}, sizes = {0};
     OP_OWNED_MEMORY struct op_operand *operands = NULL;
     __attribute__((cleanup(drop_result))) struct list_owner result = {NULL};
@@ -375,8 +385,7 @@ static void join_ranges(StableIValue *stack, const struct op_call *call) {
 }
 
 /* Views and sizes of contiguous tensors, in two arrays that the caller owns. */
-static void read_all(const struct op_call *call, const struct op_list *list, struct tensor_view *views,
-                     int64_t *numels) {
+static void read_all(struct op_call *call, const struct op_list *list, struct tensor_view *views, int64_t *numels) {
     for (size_t i = 0; i < list->count; i++) {
         struct op_operand operand;
         read_contiguous(call, &operand, op_tensor(list->items[i]), "each of tensors");
@@ -386,7 +395,7 @@ static void read_all(const struct op_call *call, const struct op_list *list, str
 }
 
 /* fsdp_c::norms: one p-norm per tensor, in float64 for float64 tensors and in float32 for all others. */
-static void norms(StableIValue *stack, const struct op_call *call) {
+static void norms(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
@@ -425,7 +434,7 @@ static void norms(StableIValue *stack, const struct op_call *call) {
 }
 
 /* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */
-static void clip(StableIValue *stack, const struct op_call *call) {
+static void clip(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED scalar = op_tensor(stack[1]);
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
@@ -445,7 +454,7 @@ static void clip(StableIValue *stack, const struct op_call *call) {
 }
 
 /* One fp32 number that a kernel reads or writes. */
-static float *read_number(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
+static float *read_number(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor,
                           const char *argument) {
     read_operand(call, operand, tensor, argument);
     OP_CHECK(operand->view.dtype == DTYPE_FLOAT32 && operand->numel == 1, "%s: %s must be one float32", call->name,
@@ -454,7 +463,7 @@ static float *read_number(const struct op_call *call, struct op_operand *operand
 }
 
 /* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
-static void unscale(StableIValue *stack, const struct op_call *call) {
+static void unscale(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED found = op_tensor(stack[1]);
     OP_OWNED inverse = op_tensor(stack[2]);
@@ -469,24 +478,21 @@ static void unscale(StableIValue *stack, const struct op_call *call) {
     numels = op_alloc(tensors.count, sizeof *numels);
     read_all(call, &tensors, views, numels);
     if (!call->is_meta) {
-        check_status(call, kernel_unscale(views, numels, (int64_t)tensors.count, factor, found_number,
-                                          tensor_kernel_stream(&found_inf.view)));
+        check_status(call, kernels(call)->unscale(views, numels, (int64_t)tensors.count, factor, found_number,
+                                                  tensor_kernel_stream(&found_inf.view)));
     }
 }
 
 /* Bytes of a contiguous tensor of any dtype. */
-static struct byte_range read_bytes(const struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor) {
-    op_read_operand(operand, tensor);
-    OP_CHECK(call->is_meta || operand->view.device == DEVICE_CPU, "%s: each of tensors must be on the CPU", call->name);
+static struct byte_range read_bytes(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor) {
+    read_memory(call, operand, tensor, "each of tensors");
     OP_CHECK(operand->is_contiguous, "%s: each of tensors must be contiguous", call->name);
-    OP_CHECK(call->is_meta || operand->numel == 0 || operand->view.data,
-             "%s: the storage of each of tensors must not be freed", call->name);
     int64_t element_nbytes = (int64_t)torch_abi.aoti_torch_dtype_element_size(operand->dtype_code);
     return (struct byte_range){operand->view.data, operand->numel * element_nbytes};
 }
 
-/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64. */
-static void checksums(StableIValue *stack, const struct op_call *call) {
+/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64 on its device, and the same on any. */
+static void checksums(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
     OP_OWNED_MEMORY struct byte_range *ranges = NULL;
     OP_OWNED output = NULL;
@@ -502,13 +508,14 @@ static void checksums(StableIValue *stack, const struct op_call *call) {
     if (!call->is_meta) {
         struct op_operand result;
         op_read_operand(&result, output);
-        check_status(call, kernel_checksums(result.view.data, ranges, count, tensor_kernel_stream(&operand.view)));
+        check_status(call,
+                     kernels(call)->checksums(result.view.data, ranges, count, tensor_kernel_stream(&operand.view)));
     }
     stack[0] = op_give(&output);
 }
 
 /* Contiguous operands of a step, one per parameter and of its size. */
-static void read_adam_operands(const struct op_call *call, const struct op_list *list, enum adam_operand operand,
+static void read_adam_operands(struct op_call *call, const struct op_list *list, enum adam_operand operand,
                                struct adam_tensor *tensors, size_t count, const char *argument) {
     OP_CHECK(list->count == count, "%s: %zu params, but %zu %s", call->name, count, list->count, argument);
     for (size_t i = 0; i < count; i++) {
@@ -523,19 +530,30 @@ static void read_adam_operands(const struct op_call *call, const struct op_list 
     }
 }
 
-/* The steps taken so far, one float32 per parameter; they are counted up when the step is taken. */
-static void read_steps(const struct op_call *call, const struct op_list *list, struct adam_tensor *tensors,
-                       float **steps, size_t count) {
+/* The steps taken so far, one float32 per parameter; the kernel counts them up. */
+static void read_steps(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors, size_t count) {
     OP_CHECK(list->count == count, "%s: %zu params, but %zu steps", call->name, count, list->count);
     for (size_t i = 0; i < count; i++) {
         struct op_operand read;
-        steps[i] = read_number(call, &read, op_tensor(list->items[i]), "each of steps");
-        tensors[i].step = call->is_meta ? 1.0 : (double)*steps[i] + 1.0;
+        tensors[i].step = read_number(call, &read, op_tensor(list->items[i]), "each of steps");
     }
 }
 
-/* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without amsgrad. */
-static void adamw(StableIValue *stack, const struct op_call *call) {
+/* A learning rate in memory of the parameters' device, or none. */
+static void read_lr(struct op_call *call, const struct op_list *list, struct adamw_options *options) {
+    OP_CHECK(list->count <= 1, "%s: %zu learning rates", call->name, list->count);
+    if (list->count == 1) {
+        struct op_operand read;
+        read_operand(call, &read, op_tensor(list->items[0]), "lr");
+        OP_CHECK(read.numel == 1, "%s: lr must have one element, not %" PRId64, call->name, read.numel);
+        options->lr_memory = read.view.data;
+        options->lr_dtype = read.view.dtype;
+    }
+}
+
+/* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without amsgrad, lr_tensors
+ * where the learning rate is the number `lr`. */
+static void adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
     OP_OWNED_LIST params = {0};
@@ -544,14 +562,15 @@ static void adamw(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST exp_avg_sqs = {0};
     OP_OWNED_LIST max_exp_avg_sqs = {0};
     OP_OWNED_LIST step_list = {0};
+    OP_OWNED_LIST lr_list = {0};
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
-    OP_OWNED_MEMORY float **steps = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
     for (int i = 0; i < NUM_LISTS; i++) {
         op_read_list(lists[i], stack[i], true);
     }
     op_read_list(&step_list, stack[NUM_LISTS], true);
-    const StableIValue *numbers = stack + NUM_LISTS + 1;
+    op_read_list(&lr_list, stack[NUM_LISTS + 1], true);
+    const StableIValue *numbers = stack + NUM_LISTS + 2;
     struct adamw_options options = {
         .lr = op_float(numbers[0]),
         .beta1 = op_float(numbers[1]),
@@ -561,19 +580,16 @@ static void adamw(StableIValue *stack, const struct op_call *call) {
         .maximize = op_bool(numbers[5]),
     };
     tensors = op_alloc(params.count, sizeof *tensors);
-    steps = op_alloc(params.count, sizeof *steps);
     for (int i = 0; i < NUM_LISTS; i++) {
         if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0) {
             read_adam_operands(call, lists[i], (enum adam_operand)i, tensors, params.count, names[i]);
         }
     }
-    read_steps(call, &step_list, tensors, steps, params.count);
+    read_steps(call, &step_list, tensors, params.count);
+    read_lr(call, &lr_list, &options);
     if (!call->is_meta && params.count > 0) {
-        check_status(call, kernel_adamw(tensors, (int64_t)params.count, &options,
-                                        tensor_kernel_stream(&tensors[0].operands[ADAM_PARAM])));
-        for (size_t i = 0; i < params.count; i++) {
-            *steps[i] += 1.0f;
-        }
+        check_status(call, kernels(call)->adamw(tensors, (int64_t)params.count, &options,
+                                                tensor_kernel_stream(&tensors[0].operands[ADAM_PARAM])));
     }
 }
 
@@ -593,25 +609,25 @@ static void adamw(StableIValue *stack, const struct op_call *call) {
     X(checksums, checksums, "(Tensor[] tensors) -> Tensor")                                                    \
     X(adamw_, adamw,                                                                                           \
       "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "                \
-      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, float lr, float beta1, float beta2, float eps, "      \
-      "float weight_decay, bool maximize) -> ()")
+      "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor[] lr_tensors, float lr, float beta1, "         \
+      "float beta2, float eps, float weight_decay, bool maximize) -> ()")
 /* clang-format on */
 
 #define DEFINE_BOXED(name, body, schema)                                                                               \
     static void name##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                        \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CPU});                                           \
+        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CPU, false, 0});                                 \
     }                                                                                                                  \
     static void name##_on_cuda(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CUDA});                                          \
+        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CUDA, false, 0});                                \
     }                                                                                                                  \
     static void name##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, true, DEVICE_CPU});                                            \
+        body(stack, &(struct op_call){"fsdp_c::" #name, true, DEVICE_CPU, false, 0});                                  \
     }
 EACH_OP(DEFINE_BOXED)
 
@@ -627,17 +643,9 @@ struct op_entry {
 static const struct op_entry entries[] = {EACH_OP(OP_ENTRY)};
 enum { ENTRY_COUNT = sizeof entries / sizeof entries[0] };
 
-/* The others have a body for the CPU alone; on CUDA torch says that there is none. */
-static const char *const names_on_cuda[] = {"flatten",     "unflatten",        "shard", "pack_gradients",
-                                            "cast_divide", "accumulate_shard", "norms", "clip_"};
-
+/* join_ranges copies with the host's memcpy; on CUDA torch says that there is none. */
 static bool is_on_cuda(const char *name) {
-    for (size_t i = 0; i < sizeof names_on_cuda / sizeof *names_on_cuda; i++) {
-        if (strcmp(names_on_cuda[i], name) == 0) {
-            return true;
-        }
-    }
-    return false;
+    return strcmp(name, "join_ranges") != 0;
 }
 
 /* Libraries live for ever: what they registered would go with them. */

@@ -2,8 +2,8 @@
  * GPU by replaying it (tests/streams).
  *
  * The recorder is called as recorder("enter", role), ("leave",), ("record", role, event), ("wait", role, event),
- * ("synchronize", event), ("destroy", event), and with a tensor: ("new", tensor) and ("alloc", tensor), ("free", tensor) for
- * memory, ("host", tensor) for the host's own, ("read", tensor), ("write", tensor) for what is enqueued on the stream entered last. */
+ * ("synchronize", event), ("destroy", event), and with a tensor: ("new", tensor), ("alloc", tensor) from the pool, ("alloc_shard",
+ * tensor) and ("free", tensor) for memory, ("host", tensor) for the host's own, ("read", tensor), ("write", tensor) for what is enqueued on the stream entered last. */
 #ifndef FSDP_TORCH_TRACE_H
 #define FSDP_TORCH_TRACE_H
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-import fsdp_c  # noqa: F401  (registers the operators)
+from fsdp_c.optim import FlatAdamW
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 NUMELS = [0, 1, 7, 8, 1023, 65_537, 1 << 20]
@@ -23,6 +28,16 @@ def numbers(numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def same(actual: Tensor, expected: Tensor) -> bool:
     return actual.dtype == expected.dtype and torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+
+
+@contextlib.contextmanager
+def without_waiting() -> Iterator[None]:
+    """In the body whatever makes the host wait for the device is an error."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @both_dtypes
@@ -69,11 +84,8 @@ def test_clip_is_torchs_mul_and_does_not_wait_for_the_coefficient(dtype: torch.d
     tensors = [numbers(numel, dtype, numel) for numel in NUMELS]
     coefficient = torch.tensor(0.3183, device="cuda")
     expected = [tensor * coefficient.to(dtype) for tensor in tensors]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waiting():
         ops.clip_(tensors, coefficient)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(map(same, tensors, expected))
 
 
@@ -95,6 +107,84 @@ def test_unflatten_and_shard_are_copies_of_what_torch_slices() -> None:
     assert all(map(same, parts, [flat[0:13], flat[13:413], flat[500:1003]]))
     expected = torch.cat([flat[753:], torch.zeros(1, dtype=flat.dtype, device="cuda")])
     assert same(ops.shard(flat, 3, 4), expected)
+
+
+@each_dtype
+@pytest.mark.parametrize("spoilt", [None, float("inf"), float("nan")])
+def test_unscale_is_torchs_and_its_finding_stays_on_the_device(dtype: torch.dtype, spoilt: float | None) -> None:
+    tensors = [numbers(numel, dtype, numel) for numel in NUMELS]
+    if spoilt is not None:
+        tensors[3][5] = spoilt
+    expected, inverse = [tensor.clone() for tensor in tensors], torch.tensor(0.00390632, device="cuda")
+    ours, theirs = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
+    torch._amp_foreach_non_finite_check_and_unscale_(expected, theirs, inverse)
+    with without_waiting():
+        ops.unscale_(tensors, ours, inverse)
+    assert ours.item() == theirs.item() == float(spoilt is not None)
+    assert all(
+        torch.equal(one.nan_to_num(3.0), other.nan_to_num(3.0)) for one, other in zip(tensors, expected, strict=True)
+    )
+
+
+def test_checksums_are_those_of_the_cpu_at_any_length_and_address() -> None:
+    memory = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8, device="cuda")
+    ranges = [memory[start : start + nbytes] for start in (0, 1, 4, 8, 13) for nbytes in (0, 1, 7, 8, 1021, 2 << 20)]
+    with without_waiting():
+        sums = ops.checksums(ranges * 7)  # more than a launch takes
+    assert torch.equal(sums.cpu(), ops.checksums([one.cpu() for one in ranges] * 7))
+
+
+# Of torch's fused AdamW, which rounds in another order; of ours on the CPU, where only powers of the betas differ.
+ADAMW_RTOL = {torch.float32: (1e-4, 1e-6), torch.float64: (1e-6, 1e-13)}
+ADAMW_RTOL |= {torch.bfloat16: (2e-2, 1e-2), torch.float16: (4e-3, 2e-3)}
+
+
+@each_dtype
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"betas": (0.3, 0.9)}], ids=str)
+def test_flat_adamw_steps_as_torchs_fused_and_as_on_the_cpu(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    weights = [numbers(numel, dtype, numel) for numel in NUMELS]
+
+    def steps(make: Any, device: str) -> list[Tensor]:
+        params = [torch.nn.Parameter(weight.to(device, copy=True)) for weight in weights]
+        optimizer = make(params, lr=0.01, **options)
+        for step in range(10):
+            for param, numel in zip(params, NUMELS, strict=True):
+                param.grad = numbers(numel, dtype, 100 * step + numel % 97).to(device)
+            optimizer.step()
+        return [param.detach().cpu() for param in params]
+
+    ours = steps(FlatAdamW, "cuda")
+    for expected, rtol in zip(
+        (steps(partial(torch.optim.AdamW, fused=True), "cuda"), steps(FlatAdamW, "cpu")), ADAMW_RTOL[dtype], strict=True
+    ):
+        for actual, one in zip(ours, expected, strict=True):
+            torch.testing.assert_close(actual, one, rtol=rtol, atol=rtol / 10)
+
+
+def test_flat_adamw_waits_for_nothing_and_counts_on_in_a_graph() -> None:
+    """With a rate on the device that changes between replays; as many steps without a graph end in the same bits."""
+    gradient, weight = numbers(1023, torch.float32, 1), numbers(1023, torch.float32)
+
+    def make(rate: Tensor) -> tuple[torch.nn.Parameter, FlatAdamW]:
+        param = torch.nn.Parameter(weight.clone())
+        param.grad = gradient.clone()
+        return param, FlatAdamW([param], lr=rate)
+
+    rates = (torch.tensor(0.01, device="cuda"), torch.tensor(0.01, device="cuda"))
+    (captured, capturing), (expected, eager) = map(make, rates)
+    with without_waiting():
+        for optimizer in (capturing, eager):
+            optimizer.step()  # makes the state
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        capturing.step()
+    for rate in (0.01, 0.002, 0.03):
+        rates[0].fill_(rate)
+        rates[1].fill_(rate)
+        graph.replay()
+        eager.step()
+    assert same(captured.detach(), expected.detach())
+    assert capturing.state[captured]["step"].item() == 4.0
 
 
 def test_a_launch_goes_to_the_current_stream() -> None:

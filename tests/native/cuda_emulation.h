@@ -31,11 +31,17 @@ inline uint4 __ldcg(const uint4 *memory) {
 inline void __stwb(uint4 *memory, uint4 value) {
     *memory = value;
 }
+inline unsigned long long atomicAdd(unsigned long long *memory, unsigned long long value) {
+    unsigned long long old = *memory;
+    *memory += value;
+    return old;
+}
 struct emulated_index {
     unsigned x;
 };
 inline emulated_index blockIdx, threadIdx, gridDim;
 inline int64_t emulated_launches;
+inline int64_t emulated_launches_with_barriers;
 inline int64_t emulated_most_blocks;
 
 /* ---- threads of a block that stop at barriers ---- */
@@ -124,6 +130,7 @@ template <typename Body> void emulate(int64_t blocks, unsigned threads, int devi
 template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned threads, int device, Body body) {
     std::vector<emulated_thread> running(threads);
     emulated_grid(blocks, device);
+    emulated_launches_with_barriers++;
     emulated_body = body;
     for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) {
         for (emulated_thread &thread : running) {

@@ -243,6 +243,49 @@ static void test_pack_equals_the_cpus(void) {
     check_pack(300, true);
 }
 
+/* Dense memory in one order of the dimensions, packed in another. */
+static void check_transposed(const int64_t *sizes, const int *order, bool add, bool by_tiles) {
+    enum dtype in = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+    enum dtype out = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+    int64_t strides[MOST_NDIM_HERE], numel = 1, offset = random_below(&random_state, 5);
+    for (int d = MOST_NDIM_HERE - 1; d >= 0; d--) {
+        strides[order[d]] = numel;
+        numel *= sizes[order[d]];
+    }
+    memory input(in, numel, 1), expected(out, offset + numel), actual(out, offset + numel, 3);
+    fill_numbers(&input, in, numel);
+    fill_numbers(&expected, out, offset + numel);
+    actual.set(expected);
+    struct pack_source source = {
+        {input.data, in, DEVICE_CUDA, 0, MOST_NDIM_HERE, sizes, strides}, numel, offset, nullptr};
+    emulated_launches_with_barriers = 0;
+    if (add) {
+        CHECK_EQUAL(kernel_pack_add(expected.data, out, &source, 1, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->pack_add(actual.data, out, &source, 1, &on_gpu), STATUS_OK);
+    } else {
+        CHECK_EQUAL(kernel_pack(expected.data, out, offset + numel, &source, 1, 4.0, nullptr), STATUS_OK);
+        CHECK_EQUAL(table->pack(actual.data, out, offset + numel, &source, 1, 4.0, &on_gpu), STATUS_OK);
+    }
+    CHECK(actual.equals(expected));
+    CHECK_EQUAL(emulated_launches_with_barriers > 0, by_tiles);
+}
+
+/* Matrices, stacks of them, and images whose channels lie behind each other; larger than a launch, which has 500 places here. */
+static void test_transposed_sources_go_by_tiles(void) {
+    const int64_t matrix[] = {1, 1, 45, 70}, wide[] = {1, 1, 600, 9}, stack[] = {5, 1, 33, 10},
+                  images[] = {3, 11, 4, 8};
+    const int64_t narrow[] = {1, 1, 7, 70};
+    const int swapped[] = {0, 1, 3, 2}, channels_last[] = {0, 2, 3, 1}, all_turned[] = {3, 2, 1, 0};
+    for (int round = 0; round < 8; round++) {
+        check_transposed(matrix, swapped, round % 2, true);
+        check_transposed(wide, swapped, round % 2, true);
+        check_transposed(stack, swapped, round % 2, true);
+        check_transposed(images, channels_last, round % 2, true);
+        check_transposed(stack, all_turned, round % 2, false); /* what is dense has 5 elements alone */
+        check_transposed(narrow, swapped, round % 2, false);
+    }
+}
+
 static void test_pack_of_a_unit_is_one_launch(void) {
     enum { COUNT = 12, NUMEL = 100 };
     int64_t size = NUMEL;
@@ -428,6 +471,152 @@ static void test_the_largest_magnitude_is_nan_where_one_is(void) {
     CHECK(norm != norm);
 }
 
+/* ---- unscale ---- */
+
+/* 100 tensors of every dtype, changed by the CPU and by the GPU; `spoilt` of them hold what is not finite. */
+static void check_unscale(int spoilt) {
+    enum { COUNT = 100 };
+    const float scale = 0.00390632f;
+    float cpus_found = 0, gpus_found = 0;
+    std::vector<memory *> expected, actual;
+    struct tensor_view expected_views[COUNT] = {}, actual_views[COUNT] = {};
+    int64_t sizes[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        enum dtype dtype = (enum dtype)(i % DTYPE_COUNT);
+        const double bad = i % 2 ? (double)NAN : -(double)INFINITY;
+        sizes[i] = 1 + random_below(&random_state, 300);
+        expected.push_back(new memory(dtype, sizes[i]));
+        actual.push_back(new memory(dtype, sizes[i], i % 5));
+        fill_numbers(expected.back(), dtype, sizes[i]);
+        char *last = expected.back()->data + (sizes[i] - 1) * nbytes_of(dtype);
+        kernel_cast_divide(last, dtype, &bad, DTYPE_FLOAT64, i < COUNT - spoilt ? 0 : 1, 1.0, nullptr);
+        actual.back()->set(*expected.back());
+        expected_views[i].data = expected.back()->data;
+        actual_views[i].data = actual.back()->data;
+        expected_views[i].dtype = actual_views[i].dtype = dtype;
+    }
+    CHECK_EQUAL(kernel_unscale(expected_views, sizes, COUNT, &scale, &cpus_found, &on_cpu), STATUS_OK);
+    CHECK_EQUAL(table->unscale(actual_views, sizes, COUNT, &scale, &gpus_found, &on_gpu), STATUS_OK);
+    CHECK(gpus_found == (spoilt ? 1.0f : 0.0f) && cpus_found == gpus_found);
+    for (size_t i = 0; i < COUNT; i++) {
+        CHECK(actual[i]->equals(*expected[i]));
+        delete expected[i];
+        delete actual[i];
+    }
+}
+
+static void test_unscale_equals_the_cpus_and_finds_what_is_not_finite(void) {
+    for (int spoilt = 0; spoilt < 5; spoilt++) {
+        check_unscale(spoilt);
+    }
+}
+
+/* ---- checksums ---- */
+
+static void test_checksums_equal_the_cpus_at_any_length_and_address(void) {
+    enum { COUNT = 400 };
+    std::vector<struct byte_range> ranges;
+    std::vector<memory *> memories;
+    std::vector<uint64_t> expected(COUNT), actual(COUNT, 7);
+    for (int i = 0; i < COUNT; i++) {
+        int64_t nbytes = i == 20 ? 200003 : random_below(&random_state, 70);
+        int64_t shift = random_below(&random_state, 20);
+        memories.push_back(new memory(DTYPE_BFLOAT16, (shift + nbytes + 1) / 2));
+        char *end = memories.back()->data + memories.back()->nbytes; /* where the sanitizer watches */
+        ranges.push_back({end - nbytes, nbytes});
+    }
+    CHECK_EQUAL(kernel_checksums(expected.data(), ranges.data(), COUNT, &on_cpu), STATUS_OK);
+    CHECK_EQUAL(table->checksums(actual.data(), ranges.data(), COUNT, &on_gpu), STATUS_OK);
+    CHECK(actual == expected);
+    ranges[5].nbytes = -1;
+    CHECK_EQUAL(table->checksums(actual.data(), ranges.data(), COUNT, &on_gpu), STATUS_INVALID);
+    for (memory *one : memories) {
+        delete one;
+    }
+}
+
+/* ---- AdamW ---- */
+
+/* Tensors of one step, on the CPU and on the GPU, with operands of drawn dtypes and addresses. */
+struct adam_case {
+    std::vector<memory *> cpus, gpus;
+    std::vector<struct adam_tensor> on_the_cpu, on_the_gpu;
+    std::vector<float> cpu_steps, gpu_steps;
+
+    adam_case(int count, bool amsgrad) : cpu_steps((size_t)count), gpu_steps((size_t)count) {
+        for (int i = 0; i < count; i++) {
+            struct adam_tensor cpu = {}, gpu = {};
+            enum dtype param = (enum dtype)random_below(&random_state, DTYPE_COUNT);
+            bool is_aligned = random_below(&random_state, 2), is_mixed = random_below(&random_state, 3) == 0;
+            cpu.numel = gpu.numel = i == 7 ? 5000 : random_below(&random_state, 100);
+            cpu_steps[(size_t)i] = gpu_steps[(size_t)i] = (float)random_below(&random_state, 50);
+            cpu.step = &cpu_steps[(size_t)i];
+            gpu.step = &gpu_steps[(size_t)i];
+            for (int of = 0; of <= (amsgrad ? ADAM_MAX_EXP_AVG_SQ : ADAM_EXP_AVG_SQ); of++) {
+                enum dtype dtype = is_mixed ? (enum dtype)random_below(&random_state, DTYPE_COUNT) : param;
+                add(&cpu, &gpu, of, of == ADAM_PARAM ? param : dtype, is_aligned ? 0 : random_below(&random_state, 7));
+            }
+            on_the_cpu.push_back(cpu);
+            on_the_gpu.push_back(gpu);
+        }
+    }
+    void add(struct adam_tensor *cpu, struct adam_tensor *gpu, int of, enum dtype dtype, int64_t shift) {
+        cpus.push_back(new memory(dtype, cpu->numel));
+        gpus.push_back(new memory(dtype, cpu->numel, shift));
+        fill_numbers(cpus.back(), dtype, cpu->numel);
+        for (int64_t i = 0; of >= ADAM_EXP_AVG_SQ && i < cpu->numel;
+             i++) { /* averages of squares are none below zero */
+            cpus.back()->data[(i + 1) * nbytes_of(dtype) - 1] &= 0x7f;
+        }
+        gpus.back()->set(*cpus.back());
+        cpu->operands[of].data = cpus.back()->data;
+        gpu->operands[of].data = gpus.back()->data;
+        cpu->operands[of].dtype = gpu->operands[of].dtype = dtype;
+    }
+    ~adam_case() {
+        for (size_t i = 0; i < cpus.size(); i++) {
+            delete cpus[i];
+            delete gpus[i];
+        }
+    }
+    bool is_equal() const {
+        bool equal = cpu_steps == gpu_steps;
+        for (size_t i = 0; i < cpus.size(); i++) {
+            equal = equal && gpus[i]->equals(*cpus[i]);
+        }
+        return equal;
+    }
+};
+
+static void test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address(void) {
+    const double lrs[] = {0.1, 0.03};
+    struct adamw_options options = {0.1, 0.9, 0.999, 1e-8, 0.1, false, nullptr, DTYPE_FLOAT32};
+    for (int kind = 0; kind < 8; kind++) {
+        adam_case tensors(kind == 0 ? 300 : 20, kind % 2);
+        int64_t count = (int64_t)tensors.on_the_cpu.size();
+        options.maximize = kind == 2;
+        options.beta1 = kind == 3 ? 0.3 : 0.9;
+        options.lr_memory = kind >= 4 ? &lrs[1] : nullptr; /* instead of the number */
+        options.lr_dtype = DTYPE_FLOAT64;
+        for (int step = 0; step < 2; step++) {
+            CHECK_EQUAL(kernel_adamw(tensors.on_the_cpu.data(), count, &options, &on_cpu), STATUS_OK);
+            CHECK_EQUAL(table->adamw(tensors.on_the_gpu.data(), count, &options, &on_gpu), STATUS_OK);
+        }
+        CHECK(tensors.is_equal());
+    }
+}
+
+static void test_adamw_refuses_what_the_cpu_refuses(void) {
+    adam_case tensors(3, false);
+    struct adamw_options options = {0.1, 0.9, 0.999, 1e-8, 0.1, false, nullptr, DTYPE_FLOAT32};
+    tensors.on_the_gpu[1].operands[ADAM_GRAD].dtype = DTYPE_OTHER;
+    CHECK_EQUAL(table->adamw(tensors.on_the_gpu.data(), 3, &options, &on_gpu), STATUS_UNSUPPORTED);
+    tensors.on_the_gpu[1] = tensors.on_the_gpu[0];
+    tensors.on_the_gpu[1].step = nullptr;
+    CHECK_EQUAL(table->adamw(tensors.on_the_gpu.data(), 3, &options, &on_gpu), STATUS_INVALID);
+    CHECK(tensors.is_equal());
+}
+
 /* ---- launches ---- */
 
 static void test_nothing_to_do_is_no_launch(void) {
@@ -441,6 +630,9 @@ static void test_nothing_to_do_is_no_launch(void) {
     CHECK_EQUAL(table->fill(nullptr, DTYPE_FLOAT32, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->copy_ranges(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->scale(&view, &none, 1, &none, DTYPE_FLOAT32, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->unscale(&view, &none, 1, nullptr, nullptr, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->adamw(nullptr, 0, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(emulated_launches, 0);
 }
 
@@ -483,6 +675,7 @@ int main(void) {
     RUN(test_cast_divide_in_place_divides);
     RUN(test_accumulate_equals_the_cpus);
     RUN(test_pack_equals_the_cpus);
+    RUN(test_transposed_sources_go_by_tiles);
     RUN(test_pack_of_a_unit_is_one_launch);
     RUN(test_pack_refuses_what_the_cpu_refuses);
     RUN(test_copy_ranges_and_fill_equal_the_cpus);
@@ -491,6 +684,10 @@ int main(void) {
     RUN(test_norms_have_the_same_bits_on_any_grid_and_address);
     RUN(test_norms_of_many_tensors_take_several_tables);
     RUN(test_the_largest_magnitude_is_nan_where_one_is);
+    RUN(test_unscale_equals_the_cpus_and_finds_what_is_not_finite);
+    RUN(test_checksums_equal_the_cpus_at_any_length_and_address);
+    RUN(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address);
+    RUN(test_adamw_refuses_what_the_cpu_refuses);
     RUN(test_nothing_to_do_is_no_launch);
     RUN(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one);
     RUN(test_a_refused_launch_is_told);

@@ -261,7 +261,8 @@ static void test_adamw_steps_operands_of_any_dtype(void) {
         enum dtype state = (enum dtype)(kind % DTYPE_COUNT);
         double *memory = calloc(4 * NUMEL, sizeof *memory);
         double grad = kind % 2 ? 0.5 : -0.5;
-        struct adam_tensor tensor = {.numel = NUMEL, .step = 1};
+        float step = 0;
+        struct adam_tensor tensor = {.numel = NUMEL, .step = &step};
         const struct adamw_options options = {.lr = 1, .beta2 = 0.5};
         for (int i = 0; i <= ADAM_EXP_AVG_SQ; i++) {
             tensor.operands[i].data = memory + i * NUMEL;
@@ -269,6 +270,7 @@ static void test_adamw_steps_operands_of_any_dtype(void) {
         }
         kernel_fill(tensor.operands[ADAM_GRAD].data, dtype, NUMEL, grad, NULL);
         CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, &cutting), STATUS_OK);
+        CHECK(step == 1);
         kernel_cast_divide(memory + NUMEL, DTYPE_FLOAT64, memory, dtype, dtype == DTYPE_FLOAT64 ? 0 : NUMEL, 1.0, NULL);
         const double *params = dtype == DTYPE_FLOAT64 ? memory : memory + NUMEL;
         for (int i = 0; i < NUMEL; i++) {
@@ -278,15 +280,15 @@ static void test_adamw_steps_operands_of_any_dtype(void) {
     }
 }
 
-static void test_adamw_refuses_step_zero_and_unknown_dtypes(void) {
-    float memory[4] = {1, 1, 1, 1};
-    struct adam_tensor tensor = {.numel = 1};
+static void test_adamw_refuses_what_is_no_count_and_unknown_dtypes(void) {
+    float memory[4] = {1, 1, 1, 1}, step = NAN;
+    struct adam_tensor tensor = {.numel = 1, .step = &step};
     const struct adamw_options options = {.lr = 1};
     for (int i = 0; i <= ADAM_EXP_AVG_SQ; i++) {
         tensor.operands[i].data = memory + i;
     }
     CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_INVALID);
-    tensor.step = 1;
+    step = 0;
     tensor.operands[ADAM_EXP_AVG].dtype = DTYPE_OTHER;
     CHECK_EQUAL(kernel_adamw(&tensor, 1, &options, NULL), STATUS_UNSUPPORTED);
     CHECK(memory[0] == 1.0f);
@@ -354,7 +356,7 @@ int main(void) {
     RUN(test_kernels_accept_nothing_to_do);
     RUN(test_norms_without_a_known_order_are_unsupported);
     RUN(test_adamw_steps_operands_of_any_dtype);
-    RUN(test_adamw_refuses_step_zero_and_unknown_dtypes);
+    RUN(test_adamw_refuses_what_is_no_count_and_unknown_dtypes);
     RUN(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut);
     RUN(test_checksum_of_every_flipped_bit_and_length_differs);
     return 0;

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp_c import _C
 from tests.streams.order import COMPUTE, HOST, Entry
 
+UNSHARDED, SHARD, GRADIENTS = OURS = ("a unit's parameters", "a shard on the device", "a gradient buffer")
 _TOLD_BY_THE_RUNTIME = ("c10d", "_c10d_functional")
 
 
@@ -24,6 +25,7 @@ class Recorder:
     def __init__(self) -> None:
         self.trace: list[Entry] = []
         self.role = COMPUTE
+        self.nbytes: dict[int, int] = {}  # of each block
         self._blocks: dict[int, int] = {}  # id of the storage -> its block now
         self._watched: dict[int, Any] = {}  # keeps the weak references alive
         self._host: set[int] = set()  # blocks in the host's memory
@@ -56,12 +58,15 @@ class Recorder:
     # ---- memory
 
     def _alloc(self, tensor: Tensor) -> None:
-        self.trace.append(("alloc", self.role, self._begin(tensor), "a unit's parameters"))
+        self.trace.append(("alloc", self.role, self._begin(tensor), UNSHARDED))
+
+    def _alloc_shard(self, tensor: Tensor) -> None:
+        self.trace.append(("alloc", self.role, self._begin(tensor), SHARD))
 
     def _free(self, tensor: Tensor) -> None:
         self._end(self._key(tensor))
 
-    def _new(self, tensor: Tensor, name: str = "a gradient buffer") -> None:
+    def _new(self, tensor: Tensor, name: str = GRADIENTS) -> None:
         if self._key(tensor) not in self._blocks:
             self.trace.append(("alloc", self.role, self._begin(tensor), name))
             if self.role == HOST:
@@ -104,6 +109,7 @@ class Recorder:
         key = self._key(tensor)
         self._count += 1
         self._blocks[key] = self._count
+        self.nbytes[self._count] = tensor.untyped_storage().nbytes()
         self._watched[key] = weakref.ref(tensor.untyped_storage(), lambda _: self._end(key))
         return self._count
 

@@ -22,7 +22,8 @@ from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
 from tests.storage import live_nbytes
 from tests.streams.order import COMPUTE, HOST, POST_BACKWARD, UNSHARD, Entry, lags, unordered, waits, without
-from tests.streams.recorder import Recorder, recording
+from tests.streams.pools import taken
+from tests.streams.recorder import GRADIENTS, OURS, UNSHARDED, Recorder, recording
 
 STEPS = 2
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -268,6 +269,58 @@ def test_no_step_holds_more_storage_than_was_reserved_before_the_first(rank: int
         reserved = _C.peak_unsharded_nbytes(reset=True) - base
         body(trainer)
     assert 0 < _C.peak_unsharded_nbytes() - base <= reserved
+
+
+STEADY = [
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "reduce fp32",
+    "no limit, forward prefetch, bf16",
+    "accumulate, NO_SHARD",
+    "offload, SHARD_GRAD_OP, bf16",
+]
+
+
+@pytest.mark.parametrize("name", STEADY)
+@on_ranks(2)
+def test_a_step_takes_no_memory_that_the_first_did_not_take(rank: int, world_size: int, name: str) -> None:
+    """The parameters' pool is filled before the first gather; what else the runtime allocates, in the first step."""
+    body, arguments = SCENARIOS[name]
+    with recording() as recorder:
+        trainer = Trainer(rank, **({"net": {"blocks": 7}} | arguments))
+        ends = counting_entries_after_updates(trainer, recorder)
+        body(trainer)
+        body(trainer)
+    trace = recorder.trace
+    found = list(taken(trace, recorder.nbytes))
+    gather = next((place for place, entry in enumerate(trace) if entry[:2] == ("write", UNSHARD)), 0)
+    assert any(one.place < ends[0] for one in found)
+    assert [one for one in found if one.place > (gather if one.what == UNSHARDED else ends[0])] == []
+    again = [entry for entry in trace[ends[0] :] if entry[0] == "alloc" and entry[3] in OURS]
+    assert len(again) >= 7 * (len(ends) - 1)  # which all were served
+
+
+def counting_entries_after_updates(trainer: Trainer, recorder: Recorder) -> list[int]:
+    ends: list[int] = []
+    update = trainer.update
+
+    def counted() -> None:
+        update()
+        ends.append(len(recorder.trace))
+
+    trainer.update = counted  # type: ignore[method-assign]
+    return ends
+
+
+def test_memory_that_is_kept_is_found_by_what_comes_after_it() -> None:
+    """A runtime that forgets to free one buffer takes another in the next step; pieces are split, and joined again."""
+    step = [("alloc", COMPUTE, 1, GRADIENTS), ("alloc", COMPUTE, 2, GRADIENTS), ("free", 1), ("free", 2)]
+    whole, nbytes = ("alloc", COMPUTE, 3, GRADIENTS), {1: 10, 2: 20, 3: 30, 4: 31}
+    assert [one.nbytes for one in taken([*step, *step], nbytes)] == [10, 20]
+    assert [one.nbytes for one in taken([*step[:3], *step], nbytes)] == [10, 20, 20]
+    assert [one.nbytes for one in taken([whole, ("free", 3), *step, whole], nbytes)] == [30]
+    assert [one.nbytes for one in taken([whole, ("free", 3), ("alloc", COMPUTE, 4, GRADIENTS)], nbytes)] == [30, 31]
+    assert [one.nbytes for one in taken([whole, ("free", 3), ("alloc", UNSHARD, 1, GRADIENTS)], nbytes)] == [30, 10]
 
 
 # ---- what the checker is worth

@@ -36,6 +36,7 @@ EXAMPLES: dict[str, Callable[[], tuple[Any, ...]]] = {
     "adamw_": lambda: (
         *([torch.rand(8), torch.rand(3, 3).half()] for _ in range(5)),
         [torch.ones(()), torch.ones(())],
+        [torch.tensor(0.1)],
         *(0.1, 0.9, 0.99, 1e-8, 0.1),
         True,
     ),
@@ -141,13 +142,18 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
     "grad missing": (
         "adamw_",
-        ([F], [], [F], [F], [], [F[0]], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [], [F], [F], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
         "1 params, but 0 grads",
     ),
     "other grad": (
         "adamw_",
-        ([F], [torch.ones(5)], [F], [F], [], [F[0]], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        ([F], [torch.ones(5)], [F], [F], [], [F[0]], [], 0.1, 0.9, 0.9, 0.0, 0.0, False),
         r"params\[0\] has 4 elements, grads\[0\] 5",
+    ),
+    "two rates": (
+        "adamw_",
+        ([F], [F], [F], [F], [], [F[0]], [F], 0.1, 0.9, 0.9, 0.0, 0.0, False),
+        "lr must have one element, not 4",
     ),
     "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
     "two coefficients": ("clip_", ([F], torch.ones(2)), "coefficient must have one element, not 2"),

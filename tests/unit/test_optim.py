@@ -101,7 +101,7 @@ def test_a_fused_product_is_rounded_once(capability: str) -> None:
     try:
         _C.use_cpu_capability(capability)
         torch.ops.fsdp_c.adamw_(
-            [unused], [grad], [exp_avg], [unused.clone()], [], [torch.zeros(())], 0.0, beta1, 0.9, 1e-8, 0.0, False
+            [unused], [grad], [exp_avg], [unused.clone()], [], [torch.zeros(())], [], 0.0, beta1, 0.9, 1e-8, 0.0, False
         )
     finally:
         _C.use_cpu_capability(None)
