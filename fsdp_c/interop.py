@@ -4,7 +4,8 @@
 Libraries bind FSDP1's class when they are imported (``from torch.distributed.fsdp import FullyShardedDataParallel``)
 and compare types with what they bound. So every module that holds one of torch's objects gets ours under the same name:
 torch's own modules, from which later imports take it, the libraries, and the script. Enums, configurations and wrap
-policies are torch's own on both sides and stay.
+policies are torch's own on both sides and stay. Where no module holds it (in a local variable, a default argument, a
+dictionary), torch's class itself hands on: calling it makes our units, and its static methods are ours.
 """
 
 from __future__ import annotations
@@ -94,6 +95,7 @@ class _Installed:
     def __init__(self) -> None:
         self.seen: set[str] = set()
         self.written: list[tuple[ModuleType, str, Any]] = []
+        self.handed_on: dict[str, Any] = {}  # what torch's class has of its own under the names that hand on
 
 
 _installed: _Installed | None = None
@@ -117,12 +119,13 @@ def install() -> None:
     if _installed is not None:
         return
     replacements = _replacements()
-    _refuse_live_units(replacements, "install")
+    _refuse_live_units("install")
     installed = _Installed()
     for module, name, value in _names_of_modules():
         if id(value) in replacements:
             installed.written.append((module, name, value))
             setattr(module, name, replacements[id(value)][1])
+    installed.handed_on = _hand_on(_torchs_class())
     # what is put in the place of the runtime's functions there from now on is called (H-025)
     _torchs_runtime_utils().__class__ = _runtime_utils.Watched
     installed.seen.update(sys.modules)
@@ -138,6 +141,8 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
+    for name, value in _installed.handed_on.items():
+        setattr(_torchs_class(), name, value)
     _torchs_runtime_utils().__class__ = ModuleType
     for name in _runtime_utils.ORIGINALS:  # one that is left in torch's module takes torch's place alone
         _runtime_utils.put(name, getattr(_runtime_utils, name))
@@ -149,6 +154,35 @@ def uninstall() -> None:
         if id(value) in theirs and module.__name__ not in _installed.seen and not _mentions_us(module):
             setattr(module, name, theirs[id(value)])
     _installed = None
+
+
+def _torchs_class() -> Any:
+    return next(theirs for theirs, ours in _replacements().values() if ours is FullyShardedDataParallel)
+
+
+def _hand_on(theirs: Any) -> dict[str, Any]:
+    """Have torch's class make our units and call our static methods; returns what it had under those names."""
+    had = dict(vars(theirs))
+    ours = {name: value for name, value in vars(FullyShardedDataParallel).items() if isinstance(value, staticmethod)}
+    handing_on = {name: value for name, value in ours.items() if name in had}
+    handing_on["__init__"] = _becomes_ours(theirs)
+    for name, value in handing_on.items():
+        setattr(theirs, name, value)
+    return {name: had[name] for name in handing_on}
+
+
+def _becomes_ours(theirs: Any) -> Any:
+    @functools.wraps(theirs.__init__)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not theirs:
+            raise RuntimeError(
+                f"{type(self).__qualname__} was derived from torch's FullyShardedDataParallel before fsdp_c.install() "
+                "took its place, and would train with torch's: call fsdp_c.install() before the class is defined"
+            )
+        self.__class__ = FullyShardedDataParallel
+        self.__init__(*args, **kwargs)
+
+    return construct
 
 
 def _torchs_runtime_utils() -> ModuleType:
@@ -175,8 +209,8 @@ def _mentions_us(module: ModuleType) -> bool:
         return False
 
 
-def _refuse_live_units(replacements: dict[int, tuple[Any, Any]], verb: str) -> None:
-    foreign = next(theirs for theirs, ours in replacements.values() if ours is FullyShardedDataParallel)
+def _refuse_live_units(verb: str) -> None:
+    foreign = _torchs_class()
     if not _alive(foreign):
         return
     gc.collect()  # of models that are gone but for reference cycles

@@ -56,6 +56,31 @@ def test_installing_twice_is_the_same_as_once():
     assert BoundName is KEPT["class"]
 
 
+def test_torchs_class_hands_on_where_no_module_holds_it():
+    theirs = KEPT["class"]
+    before = dict(vars(theirs))
+    fsdp_c.install()
+    model = theirs(nn.Linear(4, 4), use_orig_params=True)
+    assert type(model) is fsdp_c.FullyShardedDataParallel
+    assert theirs.fsdp_modules(model) == [model]
+    with theirs.state_dict_type(model, torch_fsdp.StateDictType.LOCAL_STATE_DICT):
+        assert model._state_dict_type is torch_fsdp.StateDictType.LOCAL_STATE_DICT
+    fsdp_c.uninstall()
+    assert dict(vars(theirs)) == before
+    assert type(theirs(nn.Linear(4, 4), device_id=torch.device("cpu"))) is theirs
+
+
+def test_class_derived_from_torchs_before_install_is_refused():
+    class Derived(KEPT["class"]):
+        pass
+
+    fsdp_c.install()
+    with pytest.raises(
+        RuntimeError, match="Derived was derived from torch's .* call fsdp_c.install.. before the class"
+    ):
+        Derived(nn.Linear(4, 4))
+
+
 def late_module(monkeypatch, tmp_path, source):
     (tmp_path / "late_module.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
