@@ -15,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch.distributed as dist
 
@@ -114,14 +114,16 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    data = path.read_bytes()
-    if len(data) < _HEADER_NBYTES or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is no ledger")
-    _, rank, world_size, pid, count, step, place, failed, host = _HEADER.unpack_from(data)
-    here = place or failed
+    with path.open("rb") as file:  # of a file of many names, in a folder of many ranks, no more than is said
+        header = file.read(_HEADER_NBYTES)
+        if len(header) < _HEADER_NBYTES or not header.startswith(_MAGIC):
+            raise ValueError(f"{path} is no ledger")
+        _, rank, world_size, pid, count, step, place, failed, host = _HEADER.unpack_from(header)
+        here = place or failed
+        unit = _read_name(file, here & 0xFFFFFFFF, count)
     local = host.rstrip(b"\0").decode(errors="replace") == socket.gethostname()
     process = _process_state(pid) if local else ""
-    return Entry(rank, world_size, step, here >> 32, _name(data, here & 0xFFFFFFFF, count), bool(failed), process)
+    return Entry(rank, world_size, step, here >> 32, unit, bool(failed), process)
 
 
 def _process_state(pid: int) -> str:
@@ -132,11 +134,11 @@ def _process_state(pid: int) -> str:
     return _PROCESS_STATES.get(state, "")
 
 
-def _name(data: bytes, index: int, count: int) -> str:
+def _read_name(file: BinaryIO, index: int, count: int) -> str:
     if index >= count:
         return "a unit without a name"
-    start = _HEADER_NBYTES + index * _NAME_NBYTES
-    return data[start : start + _NAME_NBYTES].partition(b"\0")[0].decode(errors="replace")
+    file.seek(_HEADER_NBYTES + index * _NAME_NBYTES)
+    return file.read(_NAME_NBYTES).partition(b"\0")[0].decode(errors="replace")
 
 
 def describe(entries: Sequence[Entry]) -> str:

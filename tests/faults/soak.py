@@ -36,7 +36,7 @@ from tests.models import WIDTH, Block, Net
 ROOT = Path(__file__).resolve().parents[2]
 EVENTS = {"exception": 0.08, "evaluation": 0.04, "state dict": 0.02, "save": 0.04, "resume": 0.01}
 ERRORS = (Trouble, KeyboardInterrupt, MemoryError)
-POINTS = 60  # of a step, about
+POINTS = 80  # of a step there are 70; the others are the end of its backward
 WARM_UP, EVERY = 150, 25  # rounds before a process is measured, and between measurements
 RSS_GROWTH_NBYTES = 2 << 20
 
