@@ -264,7 +264,7 @@ static int finalise_units(struct runtime *runtime) {
 int runtime_final_callback(struct runtime *runtime) {
     bool enabled = torch_grad_enabled();
     torch_set_grad_enabled(false);
-    int result = finalise_units(runtime) < 0 ? -1 : schedule_settle(&runtime->schedule);
+    int result = finalise_units(runtime) < 0 ? -1 : schedule_end_backward(&runtime->schedule);
     torch_set_grad_enabled(enabled);
     if (result < 0)
         return -1;

@@ -235,6 +235,11 @@ int schedule_settle(struct schedule *schedule) {
     return retirement_settle(&schedule->retirement);
 }
 
+/* The script may call a backward under another stream than its forward. */
+int schedule_end_backward(struct schedule *schedule) {
+    return schedule_settle(schedule) < 0 ? -1 : stream_follow(&schedule->streams);
+}
+
 int schedule_join(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     for (int role = STREAM_UNSHARD; role < STREAM_ROLES; role++) {

@@ -46,6 +46,8 @@ int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);
 int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
 int schedule_settle(struct schedule *schedule);      /* the step is over: no storage is held back */
+int schedule_end_backward(
+    struct schedule *schedule);               /* the same, and the stream that waits for the backward sees it all */
 int schedule_join(struct schedule *schedule); /* after an exception: computation comes after whatever was enqueued */
 
 #endif

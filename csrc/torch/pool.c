@@ -9,17 +9,56 @@ static int is_cuda(PyObject *device) {
     return result;
 }
 
+/* The other allocator of torch has pools for the capture of graphs alone. */
+static int has_pools(PyObject *module) {
+    PyObject *backend = PyObject_CallMethod(module, "get_allocator_backend", NULL);
+    int result = backend ? PyUnicode_CompareWithASCIIString(backend, "native") == 0 : -1;
+    Py_XDECREF(backend);
+    return result;
+}
+
+/* New reference to an entered context. */
+static PyObject *enter(PyObject *context) {
+    PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
+    Py_XDECREF(entered);
+    if (!entered)
+        Py_CLEAR(context);
+    return context;
+}
+
+/* Steals the context; an exception that is set stays. */
+static int leave(PyObject *context) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *done = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_DECREF(context);
+    Py_XDECREF(done);
+    if (type)
+        PyErr_Restore(type, value, traceback);
+    return done ? 0 : -1;
+}
+
+/* A pool is of the device that is current when it is made. */
+static PyObject *new_pool(PyObject *module, PyObject *device) {
+    PyObject *current = enter(PyObject_CallMethod(module, "device", "O", device));
+    PyObject *pool = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
+    if (current && leave(current) < 0)
+        Py_CLEAR(pool);
+    return pool;
+}
+
 int pool_init(struct pool *pool, PyObject *device) {
     memset(pool, 0, sizeof *pool);
     int cuda = is_cuda(device);
     if (cuda <= 0)
         return cuda;
     PyObject *module = PyImport_ImportModule("torch.cuda");
-    if (module && (pool->use = PyObject_GetAttrString(module, "use_mem_pool")))
-        pool->pool = PyObject_CallMethod(module, "MemPool", NULL);
+    int has = module ? has_pools(module) : -1;
+    if (has > 0 && (pool->use = PyObject_GetAttrString(module, "use_mem_pool")))
+        pool->pool = new_pool(module, device);
     Py_XDECREF(module);
     pool->device = Py_NewRef(device);
-    if (pool->pool)
+    if (pool->pool || has == 0)
         return 0;
     pool_fini(pool);
     return -1;
@@ -35,25 +74,12 @@ void pool_fini(struct pool *pool) {
 int pool_enter(struct pool *pool) {
     if (!pool->pool)
         return 0;
-    PyObject *context = PyObject_CallFunctionObjArgs(pool->use, pool->pool, pool->device, NULL);
-    PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
-    Py_XDECREF(entered);
-    if (!entered)
-        Py_CLEAR(context);
-    pool->entered = context;
-    return context ? 0 : -1;
+    pool->entered = enter(PyObject_CallFunctionObjArgs(pool->use, pool->pool, pool->device, NULL));
+    return pool->entered ? 0 : -1;
 }
 
 int pool_leave(struct pool *pool) {
-    PyObject *context = pool->entered, *type, *value, *traceback;
+    PyObject *context = pool->entered;
     pool->entered = NULL;
-    if (!context)
-        return 0;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *done = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_DECREF(context);
-    Py_XDECREF(done);
-    if (type)
-        PyErr_Restore(type, value, traceback);
-    return done ? 0 : -1;
+    return context ? leave(context) : 0;
 }

@@ -1,4 +1,5 @@
-/* Memory of one root's own on CUDA, so that what its steps gather never waits for, or breaks up, anybody else's. Nothing elsewhere.
+/* Memory of one root's own on CUDA, so that what its steps gather never waits for, or breaks up, anybody else's. Nothing elsewhere,
+ * and nothing with an allocator of torch's that has no pools.
  *
  * It is a torch.cuda.MemPool: what is freed stays in it and is handed out again, by the rules of torch's allocator. */
 #ifndef FSDP_TORCH_POOL_H

@@ -7,7 +7,7 @@
 #include "torch/torch_abi.h"
 #include "torch/trace.h"
 
-/* ---- the driver's event functions, found where CUDA is ---- */
+/* ---- the driver's functions, found where CUDA is ---- */
 
 enum { CUDA_EVENT_DISABLE_TIMING = 2 };
 
@@ -17,6 +17,10 @@ static struct {
     int (*record)(void *event, void *stream);
     int (*synchronize)(void *event);
     int (*wait)(void *stream, void *event, unsigned flags);
+    int (*context_of_stream)(void *stream, void **context);
+    int (*current_context)(void **context);
+    int (*push_context)(void *context);
+    int (*pop_context)(void **context);
 } driver;
 
 static bool find_symbol(void *library, const char *name, void *field) {
@@ -26,14 +30,18 @@ static bool find_symbol(void *library, const char *name, void *field) {
 }
 
 static int driver_init(void) {
-    if (driver.wait)
+    if (driver.pop_context)
         return 0;
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     if (library && find_symbol(library, "cuEventCreate", &driver.create) &&
         find_symbol(library, "cuEventDestroy_v2", &driver.destroy) &&
         find_symbol(library, "cuEventRecord", &driver.record) &&
         find_symbol(library, "cuEventSynchronize", &driver.synchronize) &&
-        find_symbol(library, "cuStreamWaitEvent", &driver.wait))
+        find_symbol(library, "cuStreamWaitEvent", &driver.wait) &&
+        find_symbol(library, "cuStreamGetCtx", &driver.context_of_stream) &&
+        find_symbol(library, "cuCtxGetCurrent", &driver.current_context) &&
+        find_symbol(library, "cuCtxPushCurrent_v2", &driver.push_context) &&
+        find_symbol(library, "cuCtxPopCurrent_v2", &driver.pop_context))
         return 0;
     PyErr_SetString(PyExc_RuntimeError, "the parameters are on CUDA, but libcuda.so.1 cannot be loaded");
     return -1;
@@ -46,6 +54,24 @@ static int driver_check(int code, const char *what) {
     return -1;
 }
 
+/* [Note: contexts] Events are made in the current context, and the default stream, whose handle is NULL, is that of the current
+ * context. A thread may have another device's, or none: so the device's is current while the driver is asked. */
+static void *current_context(void) {
+    void *context = NULL;
+    return driver.current_context(&context) == 0 ? context : NULL;
+}
+
+static int push_context(const struct streams *streams, bool *pushed) {
+    *pushed = current_context() != streams->context;
+    return *pushed ? driver_check(driver.push_context(streams->context), "cuCtxPushCurrent") : 0;
+}
+
+static void pop_context(bool pushed) {
+    void *context;
+    if (pushed)
+        driver.pop_context(&context);
+}
+
 /* ---- the CUDA backend ---- */
 
 static int cuda_set(struct streams *streams, enum stream_role role) {
@@ -54,25 +80,62 @@ static int cuda_set(struct streams *streams, enum stream_role role) {
     return done ? 0 : -1;
 }
 
-static int cuda_leave(struct streams *streams) {
-    return cuda_set(streams, STREAM_COMPUTE);
+/* To set a stream makes its device the current one. */
+static int cuda_enter(struct streams *streams, enum stream_role role) {
+    void *context = current_context();
+    Py_CLEAR(streams->left_device);
+    if (context && context != streams->context) {
+        ref_set(&streams->left_device, PyObject_CallMethod(streams->cuda, "current_device", NULL));
+        if (!streams->left_device)
+            return -1;
+    }
+    return cuda_set(streams, role);
 }
 
-static int cuda_record(struct streams *streams, enum stream_role role, stream_event *event) {
+static int cuda_leave(struct streams *streams) {
+    PyObject *left = streams->left_device;
+    streams->left_device = NULL;
+    int result = cuda_set(streams, STREAM_COMPUTE);
+    PyObject *done = left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
+    if (left && !done)
+        result = -1;
+    Py_XDECREF(done);
+    Py_XDECREF(left);
+    return result;
+}
+
+static int record_here(struct streams *streams, enum stream_role role, stream_event *event) {
     if (!*event && driver_check(driver.create(event, CUDA_EVENT_DISABLE_TIMING), "cuEventCreate") < 0)
         return -1;
     return driver_check(driver.record(*event, streams->raw[role]), "cuEventRecord");
 }
 
+static int cuda_record(struct streams *streams, enum stream_role role, stream_event *event) {
+    bool pushed;
+    if (push_context(streams, &pushed) < 0)
+        return -1;
+    int result = record_here(streams, role, event);
+    pop_context(pushed);
+    return result;
+}
+
 static int cuda_wait(struct streams *streams, enum stream_role role, stream_event event) {
-    return driver_check(driver.wait(streams->raw[role], event, 0), "cuStreamWaitEvent");
+    bool pushed;
+    if (push_context(streams, &pushed) < 0)
+        return -1;
+    int result = driver_check(driver.wait(streams->raw[role], event, 0), "cuStreamWaitEvent");
+    pop_context(pushed);
+    return result;
 }
 
 static int cuda_synchronize(struct streams *streams, stream_event event) {
+    bool pushed;
     int code;
-    (void)streams;
+    if (push_context(streams, &pushed) < 0)
+        return -1;
     Py_BEGIN_ALLOW_THREADS code = driver.synchronize(event);
-    Py_END_ALLOW_THREADS return driver_check(code, "cuEventSynchronize");
+    Py_END_ALLOW_THREADS pop_context(pushed);
+    return driver_check(code, "cuEventSynchronize");
 }
 
 static void cuda_destroy(struct streams *streams, stream_event event) {
@@ -91,18 +154,27 @@ static int adopt_stream(struct streams *streams, enum stream_role role, PyObject
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* A script may run its steps under another stream than the first one. */
-static int cuda_follow(struct streams *streams) {
+static bool is_followed(const struct streams *streams) {
     void *current = NULL;
-    if (torch_abi.aoti_torch_get_current_cuda_stream &&
-        !torch_abi.aoti_torch_get_current_cuda_stream(streams->device_index, &current) &&
-        current == streams->raw[STREAM_COMPUTE])
-        return 0;
-    return adopt_stream(streams, STREAM_COMPUTE,
-                        PyObject_CallFunctionObjArgs(streams->current_stream, streams->device, NULL));
+    return streams->objects[STREAM_COMPUTE] && torch_abi.aoti_torch_get_current_cuda_stream &&
+           !torch_abi.aoti_torch_get_current_cuda_stream(streams->device_index, &current) &&
+           current == streams->raw[STREAM_COMPUTE];
 }
 
-static const struct stream_backend cuda_backend = {cuda_follow, cuda_set,         cuda_leave,  cuda_record,
+/* A script may run its steps under another stream than the first one, and wait for a backward on another than its forward's. */
+static int cuda_follow(struct streams *streams) {
+    if (is_followed(streams))
+        return 0;
+    bool had_one = streams->objects[STREAM_COMPUTE] != NULL;
+    if (had_one && cuda_record(streams, STREAM_COMPUTE, &streams->followed) < 0)
+        return -1;
+    if (adopt_stream(streams, STREAM_COMPUTE,
+                     PyObject_CallMethod(streams->cuda, "current_stream", "O", streams->device)) < 0)
+        return -1;
+    return had_one ? cuda_wait(streams, STREAM_COMPUTE, streams->followed) : 0;
+}
+
+static const struct stream_backend cuda_backend = {cuda_follow, cuda_enter,       cuda_leave,  cuda_record,
                                                    cuda_wait,   cuda_synchronize, cuda_destroy};
 
 static int read_index(PyObject *device, int32_t *index) {
@@ -112,21 +184,22 @@ static int read_index(PyObject *device, int32_t *index) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* The side streams first: by one of them the driver tells the context. */
 static int cuda_init(struct streams *streams, PyObject *device) {
-    PyObject *cuda = driver_init() < 0 ? NULL : PyImport_ImportModule("torch.cuda");
-    int result = cuda ? read_index(device, &streams->device_index) : -1;
+    if (driver_init() < 0 || !(streams->cuda = PyImport_ImportModule("torch.cuda")))
+        return -1;
+    int result = read_index(device, &streams->device_index);
     streams->backend = &cuda_backend;
     streams->device = Py_NewRef(device);
     if (!result)
-        result = (streams->current_stream = PyObject_GetAttrString(cuda, "current_stream")) ? 0 : -1;
-    if (!result)
-        result = (streams->set_stream = PyObject_GetAttrString(cuda, "set_stream")) ? 0 : -1;
-    if (!result)
-        result = cuda_follow(streams);
+        result = (streams->set_stream = PyObject_GetAttrString(streams->cuda, "set_stream")) ? 0 : -1;
     for (int role = STREAM_UNSHARD; !result && role < STREAM_ROLES; role++)
-        result = adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(cuda, "Stream", "O", device));
-    Py_XDECREF(cuda);
-    return result;
+        result =
+            adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(streams->cuda, "Stream", "O", device));
+    if (!result)
+        result =
+            driver_check(driver.context_of_stream(streams->raw[STREAM_UNSHARD], &streams->context), "cuStreamGetCtx");
+    return result ? -1 : cuda_follow(streams);
 }
 
 /* ---- the recording backend: an event is a number ---- */
@@ -204,9 +277,11 @@ int streams_init(struct streams *streams, PyObject *device) {
 void streams_fini(struct streams *streams) {
     for (int role = 0; role < STREAM_ROLES; role++)
         Py_CLEAR(streams->objects[role]);
+    stream_event_destroy(streams, &streams->followed);
+    Py_CLEAR(streams->cuda);
     Py_CLEAR(streams->set_stream);
-    Py_CLEAR(streams->current_stream);
     Py_CLEAR(streams->device);
+    Py_CLEAR(streams->left_device);
     memset(streams, 0, sizeof *streams);
 }
 

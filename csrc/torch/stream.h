@@ -24,7 +24,8 @@ typedef void *stream_event; /* NULL: nothing to wait for */
 struct streams;
 
 struct stream_backend {
-    int (*follow)(struct streams *streams); /* the compute stream is the one that is current now. 0 or -1 */
+    /* The compute stream is the one that is current now, and comes after what the one before it was given. 0 or -1 */
+    int (*follow)(struct streams *streams);
     int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
     int (*leave)(struct streams *streams);                        /* back to the compute stream */
     int (*record)(struct streams *streams, enum stream_role role,
@@ -38,10 +39,13 @@ struct streams {
     const struct stream_backend *backend;
     PyObject *objects[STREAM_ROLES]; /* owned; torch streams, NULL on the CPU */
     void *raw[STREAM_ROLES];         /* borrowed from objects */
+    PyObject *cuda;                  /* owned; torch.cuda, NULL on the CPU */
     PyObject *set_stream;            /* owned; torch.cuda.set_stream */
-    PyObject *current_stream;        /* owned; torch.cuda.current_stream */
     PyObject *device;                /* owned; torch.device, NULL on the CPU */
     int32_t device_index;
+    void *context;         /* the driver's, of the device */
+    PyObject *left_device; /* owned; index of the current device that stream_enter left for this one, or NULL */
+    stream_event followed; /* owned; where the compute stream was another one */
 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */

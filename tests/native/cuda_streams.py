@@ -1,0 +1,204 @@
+"""Runs csrc/torch/stream.c and pool.c on stand-ins for torch.cuda and the driver.
+
+Called by test_cuda_streams.py, in a process of its own: nothing here is torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+COMPUTE, UNSHARD, POST_BACKWARD = 0, 1, 2
+
+
+class Cuda(ModuleType):
+    """A torch.cuda of several devices. What is asked of it is written down."""
+
+    def __init__(self, library: Any, driver: Any, backend: str = "native") -> None:
+        super().__init__("torch.cuda")
+        self.library, self.driver, self.backend = library, driver, backend
+        self.said: list[Any] = []
+        self.streams = 0
+        self.now = 0
+        self.current = SimpleNamespace(cuda_stream=0, device_index=0)
+
+    def Stream(self, device: Any) -> Any:
+        self.streams += 1
+        return SimpleNamespace(cuda_stream=100 * (device.index + 1) + self.streams, device_index=device.index)
+
+    def current_stream(self, device: Any) -> Any:
+        return self.current
+
+    def set_stream(self, stream: Any) -> None:
+        self.said.append(("set_stream", stream.cuda_stream))
+        self.set_device(stream.device_index)
+        self.make_current(stream)
+
+    def make_current(self, stream: Any) -> None:
+        self.current = stream
+        self.library.make_current(ctypes.c_void_p(stream.cuda_stream))
+
+    def current_device(self) -> int:
+        return self.now
+
+    def set_device(self, index: int) -> None:
+        self.now = index
+        self.driver.set_context(ctypes.c_size_t(index + 1))
+
+    def get_allocator_backend(self) -> str:
+        return self.backend
+
+    def device(self, device: Any) -> Any:
+        return Entered(self, "device", device.index)
+
+    def MemPool(self) -> str:
+        self.said.append(("MemPool", self.now))
+        return "the pool"
+
+    def use_mem_pool(self, pool: str, device: Any) -> Any:
+        return Entered(self, "pool", device.index)
+
+
+class Entered:
+    """A context of torch.cuda."""
+
+    def __init__(self, cuda: Cuda, what: str, index: int) -> None:
+        self.cuda, self.what, self.index = cuda, what, index
+
+    def __enter__(self) -> None:
+        self.cuda.said.append(("enter", self.what))
+        self.before = self.cuda.now
+        self.cuda.now = self.index if self.what == "device" else self.cuda.now
+
+    def __exit__(self, *_: Any) -> None:
+        self.cuda.said.append(("leave", self.what))
+        self.cuda.now = self.before
+
+
+def calls(driver: Any) -> list[str]:
+    return driver.take_calls().decode().splitlines()
+
+
+def started(folder: str, index: int, current_device: int, **options: Any) -> tuple[Any, Any, Cuda]:
+    """Streams of a device, while the thread's own is another or the same."""
+    driver = ctypes.CDLL(f"{folder}/libcuda.so.1", ctypes.RTLD_GLOBAL)  # found again by its soname
+    driver.take_calls.restype = ctypes.c_char_p
+    library = ctypes.PyDLL(f"{folder}/streams.so")
+    library.start.argtypes = [ctypes.py_object]
+    cuda = Cuda(library, driver, **options)
+    cuda.set_device(current_device)
+    sys.modules["torch"], sys.modules["torch.cuda"] = ModuleType("torch"), cuda
+    cuda.make_current(SimpleNamespace(cuda_stream=0, device_index=index))
+    library.start(SimpleNamespace(type="cuda", index=index))
+    return library, driver, cuda
+
+
+def the_default_stream_is_left_and_come_back_to(folder: str) -> None:
+    """Its handle is NULL, which must not be taken for none."""
+    library, driver, cuda = started(folder, 0, 0)
+    cuda.said.clear()
+    for role in (UNSHARD, POST_BACKWARD):
+        library.enter(role)
+        library.leave()
+    assert cuda.said == [("set_stream", 101), ("set_stream", 0), ("set_stream", 102), ("set_stream", 0)], cuda.said
+    library.record(COMPUTE, 0)
+    library.wait_for(UNSHARD, 0)
+    library.record(COMPUTE, 0)
+    library.synchronize(0)
+    assert calls(driver) == [
+        "create event 1 stream 0 context 1",
+        "record event 1 stream 0 context 1",
+        "wait event 1 stream 101 context 1",
+        "record event 1 stream 0 context 1",
+        "synchronize event 1 stream 0 context 1",
+    ]
+    library.finish()
+
+
+def another_current_device_stays_and_is_not_used(folder: str) -> None:
+    library, driver, cuda = started(folder, 1, 0)
+    library.enter(UNSHARD)
+    assert cuda.now == 1
+    library.leave()
+    assert cuda.now == 0
+    library.record(COMPUTE, 0)
+    library.wait_for(UNSHARD, 0)
+    library.synchronize(0)
+    assert {call.rpartition(" ")[2] for call in calls(driver)} == {"2"}  # of device 1
+    assert driver.pushed_contexts() == 0
+    assert ("MemPool", 1) in cuda.said
+    library.finish()
+
+
+def a_thread_without_context_gets_none_of_another_device(folder: str) -> None:
+    library, driver, cuda = started(folder, 1, 1)
+    cuda.now = 0
+    driver.set_context(ctypes.c_size_t(0))
+    library.record(COMPUTE, 0)
+    assert calls(driver)[-1].endswith("context 2")
+    driver.set_context(ctypes.c_size_t(0))
+    library.enter(UNSHARD)
+    library.leave()
+    assert cuda.now == 1
+    library.finish()
+
+
+def a_step_under_another_stream_comes_after_the_one_before(folder: str) -> None:
+    library, driver, cuda = started(folder, 0, 0)
+    library.follow()
+    assert calls(driver) == []
+    cuda.make_current(SimpleNamespace(cuda_stream=150, device_index=0))
+    library.follow()
+    library.follow()
+    first, *rest = calls(driver)
+    assert first.startswith("create")
+    assert [call.split(" context")[0] for call in rest] == ["record event 1 stream 0", "wait event 1 stream 150"], rest
+    library.enter(UNSHARD)
+    library.leave()
+    assert cuda.current.cuda_stream == 150
+    library.finish()
+
+
+def the_pool_is_entered_and_left(folder: str) -> None:
+    library, _, cuda = started(folder, 0, 0)
+    cuda.said.clear()
+    library.use_pool()
+    library.stop_using_pool()
+    library.stop_using_pool()
+    assert cuda.said == [("enter", "pool"), ("leave", "pool")]
+    library.finish()
+    library, _, cuda = started(folder, 0, 0, backend="cudaMallocAsync")
+    library.use_pool()
+    library.stop_using_pool()
+    assert cuda.said == []
+    library.finish()
+
+
+def a_torch_that_refuses_is_told(folder: str) -> None:
+    library, _, cuda = started(folder, 0, 0)
+    cuda.set_stream = lambda stream: 1 / 0  # type: ignore[method-assign]
+    library.finish()
+    library.start(SimpleNamespace(type="cuda", index=0))
+    try:
+        library.enter(UNSHARD)
+    except ZeroDivisionError:
+        return
+    raise AssertionError("an exception of torch was swallowed")
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        the_default_stream_is_left_and_come_back_to,
+        another_current_device_stays_and_is_not_used,
+        a_thread_without_context_gets_none_of_another_device,
+        a_step_under_another_stream_comes_after_the_one_before,
+        the_pool_is_entered_and_left,
+        a_torch_that_refuses_is_told,
+    )
+}
+
+if __name__ == "__main__":
+    CASES[sys.argv[2]](sys.argv[1])
