@@ -103,6 +103,10 @@ extern "C" __attribute__((visibility("default"))) const struct kernel_table *fsd
         *why = cudaGetErrorString(error);
         return nullptr;
     }
+    if (driver == 0) {
+        *why = "there is no NVIDIA driver";
+        return nullptr;
+    }
     if (driver / 1000 < toolkit / 1000) {
         *why = "the NVIDIA driver is older than the CUDA toolkit that the kernels were compiled with";
         return nullptr;
