@@ -181,6 +181,12 @@ def cuda_arch_flags(nvcc: str) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{wanted[-1]},code=compute_{wanted[-1]}"]
 
 
+def cuda_size_flags(nvcc: str) -> list[str]:
+    """A quarter of the size, where every driver that the toolkit runs with can read it."""
+    (major,) = ask_nvcc(nvcc, "--version", r"release (\d+)\.")
+    return ["--compress-mode=size"] if int(major) >= 13 else []
+
+
 class BuildCuda(Command):
     """Compile csrc/kernels/*.cu into fsdp_c/_cuda.so, or say why not."""
 
@@ -210,7 +216,8 @@ class BuildCuda(Command):
     def build(self, nvcc: str) -> None:
         """Compile the stale sources, several at once, and link."""
         strict = os.environ.get("FSDP_C_WERROR", "0") not in ("", "0")
-        command = [nvcc, *CUDA_FLAGS, *(CUDA_STRICT_FLAGS if strict else []), *cuda_arch_flags(nvcc)]
+        warnings = CUDA_STRICT_FLAGS if strict else []
+        command = [nvcc, *CUDA_FLAGS, *warnings, *cuda_size_flags(nvcc), *cuda_arch_flags(nvcc)]
         folder = Path(self.build_temp)
         forget_other_command(folder, json.dumps(command))
         objects = {source: folder / (source.stem + ".o") for source in sorted(Path("csrc/kernels").glob("*.cu"))}

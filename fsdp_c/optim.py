@@ -132,6 +132,8 @@ class FlatAdamW(torch.optim.Optimizer):
         state = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
+        if state["step"].device != param.device:  # the module was moved, or the state was put there by hand
+            state["step"] = state["step"].to(param.device)
         for name in _averages(group["amsgrad"]):
             if name not in state:
                 state[name] = torch.zeros_like(param, dtype=group["state_dtype"] or param.dtype)

@@ -36,7 +36,7 @@ enum status cuda_status(cudaError_t error); /* and keep its text */
 /* Blocks for this many chunks on the current device. */
 int64_t cuda_blocks(int64_t num_chunks);
 
-/* Makes the stream's device current while it lives. */
+/* Makes the stream's device current while it lives. The thread is left with the context that it had, or with none. */
 class device_guard {
   public:
     explicit device_guard(const struct kernel_stream *stream);
@@ -44,7 +44,7 @@ class device_guard {
     enum status status;
 
   private:
-    int previous;
+    void *previous; /* context */
     bool changed;
 };
 

@@ -18,9 +18,48 @@ enum status cuda_status(cudaError_t error) {
     return STATUS_DEVICE;
 }
 
-device_guard::device_guard(const struct kernel_stream *stream) : status(STATUS_OK), previous(0), changed(false) {
-    status = cuda_status(cudaGetDevice(&previous));
-    if (status == STATUS_OK && previous != stream->device_index) {
+/* The driver's contexts: only they tell a thread that uses no device yet from one that uses the first. To put the device back by
+ * cudaSetDevice would make a context there, hundreds of megabytes that each rank would take from the first GPU. */
+struct contexts {
+    int (*get_current)(void **context);
+    int (*set_current)(void *context);
+    int (*get_device)(int *device);
+    cudaError_t error;
+
+    contexts() : error(cudaSuccess) {
+        find("cuCtxGetCurrent", (void **)&get_current);
+        find("cuCtxSetCurrent", (void **)&set_current);
+        find("cuCtxGetDevice", (void **)&get_device);
+    }
+    void find(const char *name, void **function) {
+        cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSuccess;
+#if CUDART_VERSION >= 12050
+        cudaError_t result = cudaGetDriverEntryPointByVersion(name, function, 12000, cudaEnableDefault, &found);
+#else
+        cudaError_t result = cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &found);
+#endif
+        if (result != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+            error = result != cudaSuccess ? result : cudaErrorNotSupported;
+        }
+    }
+};
+
+static const contexts &driver_contexts() {
+    static const contexts found;
+    return found;
+}
+
+device_guard::device_guard(const struct kernel_stream *stream) : previous(nullptr), changed(false) {
+    const contexts &driver = driver_contexts();
+    int device = -1;
+    status = cuda_status(driver.error);
+    if (status != STATUS_OK) {
+        return;
+    }
+    if (driver.get_current(&previous) == 0 && previous) {
+        driver.get_device(&device);
+    }
+    if (device != stream->device_index) {
         status = cuda_status(cudaSetDevice(stream->device_index));
         changed = status == STATUS_OK;
     }
@@ -28,7 +67,7 @@ device_guard::device_guard(const struct kernel_stream *stream) : status(STATUS_O
 
 device_guard::~device_guard() {
     if (changed) {
-        cudaSetDevice(previous);
+        driver_contexts().set_current(previous);
     }
 }
 
@@ -62,6 +101,10 @@ extern "C" __attribute__((visibility("default"))) const struct kernel_table *fsd
     }
     if (error != cudaSuccess) {
         *why = cudaGetErrorString(error);
+        return nullptr;
+    }
+    if (driver == 0) {
+        *why = "there is no NVIDIA driver";
         return nullptr;
     }
     if (driver / 1000 < toolkit / 1000) {

@@ -80,67 +80,14 @@ static int cuda_set(struct streams *streams, enum stream_role role) {
     return done ? 0 : -1;
 }
 
-/* To set a stream makes its device the current one. */
-static int cuda_enter(struct streams *streams, enum stream_role role) {
-    void *context = current_context();
-    Py_CLEAR(streams->left_device);
-    if (context && context != streams->context) {
-        ref_set(&streams->left_device, PyObject_CallMethod(streams->cuda, "current_device", NULL));
-        if (!streams->left_device)
-            return -1;
-    }
-    return cuda_set(streams, role);
-}
-
-static int cuda_leave(struct streams *streams) {
-    PyObject *left = streams->left_device;
-    streams->left_device = NULL;
-    int result = cuda_set(streams, STREAM_COMPUTE);
-    PyObject *done = left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
-    if (left && !done)
-        result = -1;
-    Py_XDECREF(done);
-    Py_XDECREF(left);
-    return result;
-}
-
-static int record_here(struct streams *streams, enum stream_role role, stream_event *event) {
+static int record_on(struct streams *streams, enum stream_role role, stream_event *event) {
     if (!*event && driver_check(driver.create(event, CUDA_EVENT_DISABLE_TIMING), "cuEventCreate") < 0)
         return -1;
     return driver_check(driver.record(*event, streams->raw[role]), "cuEventRecord");
 }
 
-static int cuda_record(struct streams *streams, enum stream_role role, stream_event *event) {
-    bool pushed;
-    if (push_context(streams, &pushed) < 0)
-        return -1;
-    int result = record_here(streams, role, event);
-    pop_context(pushed);
-    return result;
-}
-
-static int cuda_wait(struct streams *streams, enum stream_role role, stream_event event) {
-    bool pushed;
-    if (push_context(streams, &pushed) < 0)
-        return -1;
-    int result = driver_check(driver.wait(streams->raw[role], event, 0), "cuStreamWaitEvent");
-    pop_context(pushed);
-    return result;
-}
-
-static int cuda_synchronize(struct streams *streams, stream_event event) {
-    bool pushed;
-    int code;
-    if (push_context(streams, &pushed) < 0)
-        return -1;
-    Py_BEGIN_ALLOW_THREADS code = driver.synchronize(event);
-    Py_END_ALLOW_THREADS pop_context(pushed);
-    return driver_check(code, "cuEventSynchronize");
-}
-
-static void cuda_destroy(struct streams *streams, stream_event event) {
-    (void)streams;
-    driver.destroy(event);
+static int wait_on(struct streams *streams, enum stream_role role, stream_event event) {
+    return driver_check(driver.wait(streams->raw[role], event, 0), "cuStreamWaitEvent");
 }
 
 /* `stream` is stolen. */
@@ -161,17 +108,91 @@ static bool is_followed(const struct streams *streams) {
            current == streams->raw[STREAM_COMPUTE];
 }
 
-/* A script may run its steps under another stream than the first one, and wait for a backward on another than its forward's. */
+static int adopt_current(struct streams *streams) {
+    return adopt_stream(streams, STREAM_COMPUTE,
+                        PyObject_CallMethod(streams->cuda, "current_stream", "O", streams->device));
+}
+
+static int hand_over(struct streams *streams) {
+    if (record_on(streams, STREAM_COMPUTE, &streams->followed) < 0 || adopt_current(streams) < 0)
+        return -1;
+    return wait_on(streams, STREAM_COMPUTE, streams->followed);
+}
+
+/* A script may run its steps, parts of a model, or a backward under other streams than the rest; and the engine runs a unit's
+ * hook under the stream that was current when its anchor was made. */
 static int cuda_follow(struct streams *streams) {
-    if (is_followed(streams))
+    bool pushed;
+    if (streams->entered || is_followed(streams))
         return 0;
-    bool had_one = streams->objects[STREAM_COMPUTE] != NULL;
-    if (had_one && cuda_record(streams, STREAM_COMPUTE, &streams->followed) < 0)
+    if (!streams->objects[STREAM_COMPUTE])
+        return adopt_current(streams);
+    if (push_context(streams, &pushed) < 0)
         return -1;
-    if (adopt_stream(streams, STREAM_COMPUTE,
-                     PyObject_CallMethod(streams->cuda, "current_stream", "O", streams->device)) < 0)
+    int result = hand_over(streams);
+    pop_context(pushed);
+    return result;
+}
+
+/* To set a stream makes its device the current one. */
+static int cuda_enter(struct streams *streams, enum stream_role role) {
+    void *context = current_context();
+    Py_CLEAR(streams->left_device);
+    if (cuda_follow(streams) < 0)
         return -1;
-    return had_one ? cuda_wait(streams, STREAM_COMPUTE, streams->followed) : 0;
+    if (context && context != streams->context) {
+        ref_set(&streams->left_device, PyObject_CallMethod(streams->cuda, "current_device", NULL));
+        if (!streams->left_device)
+            return -1;
+    }
+    streams->entered = cuda_set(streams, role) == 0;
+    return streams->entered ? 0 : -1;
+}
+
+static int cuda_leave(struct streams *streams) {
+    PyObject *left = streams->left_device;
+    streams->left_device = NULL;
+    streams->entered = false;
+    int result = cuda_set(streams, STREAM_COMPUTE);
+    PyObject *done = left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
+    if (left && !done)
+        result = -1;
+    Py_XDECREF(done);
+    Py_XDECREF(left);
+    return result;
+}
+
+static int cuda_record(struct streams *streams, enum stream_role role, stream_event *event) {
+    bool pushed;
+    if (cuda_follow(streams) < 0 || push_context(streams, &pushed) < 0)
+        return -1;
+    int result = record_on(streams, role, event);
+    pop_context(pushed);
+    return result;
+}
+
+static int cuda_wait(struct streams *streams, enum stream_role role, stream_event event) {
+    bool pushed;
+    if (cuda_follow(streams) < 0 || push_context(streams, &pushed) < 0)
+        return -1;
+    int result = wait_on(streams, role, event);
+    pop_context(pushed);
+    return result;
+}
+
+static int cuda_synchronize(struct streams *streams, stream_event event) {
+    bool pushed;
+    int code;
+    if (push_context(streams, &pushed) < 0)
+        return -1;
+    Py_BEGIN_ALLOW_THREADS code = driver.synchronize(event);
+    Py_END_ALLOW_THREADS pop_context(pushed);
+    return driver_check(code, "cuEventSynchronize");
+}
+
+static void cuda_destroy(struct streams *streams, stream_event event) {
+    (void)streams;
+    driver.destroy(event);
 }
 
 static const struct stream_backend cuda_backend = {cuda_follow, cuda_enter,       cuda_leave,  cuda_record,

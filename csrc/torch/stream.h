@@ -12,7 +12,7 @@
 #include <stdint.h>
 
 enum stream_role {
-    STREAM_COMPUTE, /* the current stream of the training script */
+    STREAM_COMPUTE, /* the stream that is current outside of stream_enter and stream_leave: of the script, or of a hook */
     STREAM_UNSHARD,
     STREAM_POST_BACKWARD,
     STREAM_ALL_REDUCE, /* the second half of a hybrid reduction */
@@ -24,7 +24,8 @@ typedef void *stream_event; /* NULL: nothing to wait for */
 struct streams;
 
 struct stream_backend {
-    /* The compute stream is the one that is current now, and comes after what the one before it was given. 0 or -1 */
+    /* The compute stream is the one that is current now, and comes after what the one before it was given. Every other verb
+     * begins with it. 0 or -1 */
     int (*follow)(struct streams *streams);
     int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
     int (*leave)(struct streams *streams);                        /* back to the compute stream */
@@ -43,6 +44,7 @@ struct streams {
     PyObject *set_stream;            /* owned; torch.cuda.set_stream */
     PyObject *device;                /* owned; torch.device, NULL on the CPU */
     int32_t device_index;
+    bool entered;          /* a side stream is current */
     void *context;         /* the driver's, of the device */
     PyObject *left_device; /* owned; index of the current device that stream_enter left for this one, or NULL */
     stream_event followed; /* owned; where the compute stream was another one */

@@ -10,6 +10,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <ucontext.h>
 
 #include <functional>
@@ -144,7 +145,15 @@ template <typename Body> void emulate_with_barriers(int64_t blocks, unsigned thr
 /* ---- the runtime, of one device unless a test says otherwise ---- */
 
 typedef int cudaError_t;
-enum { cudaSuccess = 0, cudaErrorInvalidDevice = 101, cudaDevAttrMultiProcessorCount = 16 };
+enum {
+    cudaSuccess = 0,
+    cudaErrorInvalidDevice = 101,
+    cudaErrorNotSupported = 801,
+    cudaDevAttrMultiProcessorCount = 16
+};
+#define CUDART_VERSION 13000
+enum { cudaEnableDefault = 0 };
+enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 
 inline int emulated_processors = 2;
 inline cudaError_t emulated_launch_error;
@@ -159,6 +168,35 @@ inline cudaError_t cudaSetDevice(int device) {
     }
     emulated_device = device;
     return cudaSuccess;
+}
+/* A context is the number of its device, counted from 1; a thread without one uses no device. */
+enum { EMULATED_NO_DEVICE = -1 };
+
+inline int emulated_get_context(void **context) {
+    *context = (void *)(uintptr_t)(emulated_device + 1);
+    return 0;
+}
+inline int emulated_set_context(void *context) {
+    emulated_device = (int)(uintptr_t)context - 1;
+    return 0;
+}
+inline int emulated_context_device(int *device) {
+    *device = emulated_device;
+    return 0;
+}
+inline cudaError_t emulated_entry_point(const char *name, void **function) {
+    bool gets = strcmp(name, "cuCtxGetCurrent") == 0, sets = strcmp(name, "cuCtxSetCurrent") == 0;
+    *function = gets   ? (void *)emulated_get_context
+                : sets ? (void *)emulated_set_context
+                       : (void *)emulated_context_device;
+    return cudaSuccess;
+}
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned, int,
+                                                    cudaDriverEntryPointQueryResult *) {
+    return emulated_entry_point(name, function);
+}
+inline cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, int, cudaDriverEntryPointQueryResult *) {
+    return emulated_entry_point(name, function);
 }
 inline cudaError_t cudaDeviceGetAttribute(int *value, int, int) {
     *value = emulated_processors;

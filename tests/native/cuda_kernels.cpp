@@ -643,6 +643,11 @@ static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(
     CHECK_EQUAL(emulated_device, 0);
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &missing), STATUS_DEVICE);
     CHECK_EQUAL(emulated_device, 0);
+    emulated_device = EMULATED_NO_DEVICE;
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK);
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &second), STATUS_OK);
+    CHECK_EQUAL(emulated_device, EMULATED_NO_DEVICE);
+    emulated_device = 0;
 }
 
 static void test_a_refused_launch_is_told(void) {

@@ -161,6 +161,32 @@ def a_step_under_another_stream_comes_after_the_one_before(folder: str) -> None:
     library.finish()
 
 
+def a_hook_under_another_stream_is_that_streams(folder: str) -> None:
+    """What it enqueues is enqueued there, so there it is recorded and waited for; not between enter and leave."""
+    library, driver, cuda = started(folder, 0, 0)
+    cuda.make_current(SimpleNamespace(cuda_stream=150, device_index=0))
+    library.record(COMPUTE, 0)
+    assert [call.split(" context")[0] for call in calls(driver)] == [
+        "create event 1 stream 0",
+        "record event 1 stream 0",
+        "wait event 1 stream 150",
+        "create event 2 stream 0",
+        "record event 2 stream 150",
+    ]
+    library.enter(UNSHARD)
+    library.record(COMPUTE, 0)
+    library.leave()
+    assert [call.split(" context")[0] for call in calls(driver)] == ["record event 2 stream 150"]
+    cuda.make_current(SimpleNamespace(cuda_stream=0, device_index=0))
+    library.wait_for(COMPUTE, 0)
+    assert [call.split(" context")[0] for call in calls(driver)] == [
+        "record event 1 stream 150",
+        "wait event 1 stream 0",
+        "wait event 2 stream 0",
+    ]
+    library.finish()
+
+
 def the_pool_is_entered_and_left(folder: str) -> None:
     library, _, cuda = started(folder, 0, 0)
     cuda.said.clear()
@@ -195,6 +221,7 @@ CASES = {
         another_current_device_stays_and_is_not_used,
         a_thread_without_context_gets_none_of_another_device,
         a_step_under_another_stream_comes_after_the_one_before,
+        a_hook_under_another_stream_is_that_streams,
         the_pool_is_entered_and_left,
         a_torch_that_refuses_is_told,
     )
