@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda bench-cuda analyze soak
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda sanitize-cuda bench-cuda analyze soak
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +28,7 @@ help:
 	@echo 'make soak          2,000 steps under random faults, beside the same undisturbed'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
+	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
 	@echo 'make lint format   check, or write, the formatting of C and Python'
@@ -99,6 +100,10 @@ test-clients: build $(VENV)/.clients
 test-cuda: export FSDP_C_CUDA = 1
 test-cuda: build $(VENV)/.dev
 	$(PYTEST) tests/cuda
+
+sanitize-cuda: export FSDP_C_CUDA = 1
+sanitize-cuda: build $(VENV)/.dev
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTEST) tests/cuda/test_kernels.py || exit 1; done
 
 # The shifts of vectors of 16-bit elements are taken for shifts of 2-bit numbers.
 analyze: $(VENV)/.base

@@ -9,99 +9,12 @@
 #include <string.h>
 
 #include "kernels/blocks.h"
+#include "kernels/pack.h"
 
 enum {
-    MAX_NDIM = 64, /* torch's own limit */
     TILE_COLUMNS = 32,
     TILE_ROWS = BLOCK_NUMEL / TILE_COLUMNS,
 };
-
-struct pack {
-    char *output;
-    enum dtype output_dtype;
-    int64_t output_numel;
-    const struct pack_source *sources;
-    int64_t num_sources;
-    double divisor;
-    bool add; /* add to the output; gaps stay as they are */
-};
-
-/* The dimensions of a strided copy, sorted by output stride (the largest first) and merged where both sides allow it. */
-struct plan {
-    int32_t ndim;
-    int64_t sizes[MAX_NDIM];
-    int64_t input_strides[MAX_NDIM];
-    int64_t output_strides[MAX_NDIM];
-};
-
-static void plan_insert(struct plan *plan, int64_t size, int64_t input_stride, int64_t output_stride) {
-    int32_t d = plan->ndim++;
-    for (; d > 0 && plan->output_strides[d - 1] < output_stride; d--) {
-        plan->sizes[d] = plan->sizes[d - 1];
-        plan->input_strides[d] = plan->input_strides[d - 1];
-        plan->output_strides[d] = plan->output_strides[d - 1];
-    }
-    plan->sizes[d] = size;
-    plan->input_strides[d] = input_stride;
-    plan->output_strides[d] = output_stride;
-}
-
-static void plan_merge(struct plan *plan) {
-    int32_t last = 0;
-    for (int32_t d = 1; d < plan->ndim; d++) {
-        int64_t size = plan->sizes[d];
-        if (plan->input_strides[last] == plan->input_strides[d] * size &&
-            plan->output_strides[last] == plan->output_strides[d] * size) {
-            size *= plan->sizes[last];
-        } else {
-            last++;
-        }
-        plan->sizes[last] = size;
-        plan->input_strides[last] = plan->input_strides[d];
-        plan->output_strides[last] = plan->output_strides[d];
-    }
-    plan->ndim = last + 1;
-}
-
-static void plan_build(struct plan *plan, const struct pack_source *source) {
-    const struct tensor_view *view = &source->view;
-    int64_t contiguous = 1;
-    plan->ndim = 0;
-    for (int32_t d = view->ndim - 1; d >= 0; d--) {
-        int64_t size = view->sizes[d];
-        if (size != 1) {
-            plan_insert(plan, size, view->strides ? view->strides[d] : contiguous,
-                        source->output_strides ? source->output_strides[d] : contiguous);
-        }
-        contiguous *= size;
-    }
-    if (plan->ndim == 0) {
-        plan_insert(plan, 1, 1, 1);
-    }
-    plan_merge(plan);
-}
-
-static bool plan_is_flat(const struct plan *plan) {
-    return plan->ndim == 1 && plan->input_strides[0] == 1 && plan->output_strides[0] == 1;
-}
-
-/* Whether strides are those of a contiguous tensor, as NULL says without a look. */
-static bool strides_are_contiguous(const int64_t *strides, const struct tensor_view *view) {
-    int64_t expected = 1;
-    for (int32_t d = view->ndim - 1; strides && d >= 0; d--) {
-        if (view->sizes[d] != 1 && strides[d] != expected) {
-            return false;
-        }
-        expected *= view->sizes[d];
-    }
-    return true;
-}
-
-/* The common case, decided without a plan. */
-static bool source_is_flat(const struct pack_source *source) {
-    return strides_are_contiguous(source->view.strides, &source->view) &&
-           strides_are_contiguous(source->output_strides, &source->view);
-}
 
 /* output += input where the dtypes may differ: in the wider arithmetic, rounded once, as torch promotes. */
 static void add_promoted(char *output, enum dtype output_dtype, const char *input, enum dtype input_dtype,
@@ -238,7 +151,7 @@ static void pack_planes(const struct pack *pack, const struct plan *plan, char *
                         enum dtype input_dtype) {
     int64_t output_nbytes = dtype_nbytes(pack->output_dtype);
     int64_t input_nbytes = dtype_nbytes(input_dtype);
-    int64_t index[MAX_NDIM] = {0};
+    int64_t index[PACK_MOST_NDIM] = {0};
     int32_t last = plan->ndim - 1;
     int32_t row = plan->ndim - 2;
     struct tile plane = {output, input, 1, plan->sizes[last], 0, 0, plan->input_strides[last]};
@@ -303,10 +216,6 @@ static void zero_range(const struct pack *pack, int64_t begin, int64_t end) {
     }
 }
 
-static int64_t source_end(const struct pack_source *source) {
-    return source->offset + source->numel;
-}
-
 /* The first source that ends after `begin`; num_sources when there is none. */
 static int64_t first_source(const struct pack *pack, int64_t begin) {
     int64_t low = 0;
@@ -348,50 +257,9 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
     zero_range(pack, position, end);
 }
 
-/* Output strides must describe a dense block, innermost step 1: a permutation of a contiguous tensor. */
-static bool output_is_dense(const struct pack_source *source) {
-    struct plan plan;
-    int64_t expected = 1;
-    if (source->numel == 0 || strides_are_contiguous(source->output_strides, &source->view)) {
-        return true;
-    }
-    plan_build(&plan, source);
-    for (int32_t d = plan.ndim - 1; d >= 0; d--) {
-        if (plan.output_strides[d] != expected) {
-            return false;
-        }
-        expected *= plan.sizes[d];
-    }
-    return expected == source->numel;
-}
-
-static enum status pack_check(const struct pack *pack) {
-    int64_t position = 0;
-    if (!dtype_is_known(pack->output_dtype)) {
-        return STATUS_UNSUPPORTED;
-    }
-    for (int64_t i = 0; i < pack->num_sources; i++) {
-        const struct pack_source *source = &pack->sources[i];
-        if (source->offset < position || source->numel < 0 || source_end(source) > pack->output_numel) {
-            return STATUS_INVALID;
-        }
-        position = source_end(source);
-        if (!source->view.data) {
-            continue;
-        }
-        if (!dtype_is_known(source->view.dtype)) {
-            return STATUS_UNSUPPORTED;
-        }
-        if (source->view.ndim > MAX_NDIM || !output_is_dense(source)) {
-            return STATUS_INVALID;
-        }
-    }
-    return STATUS_OK;
-}
-
 enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
                         int64_t num_sources, double divisor, const struct kernel_stream *stream) {
-    struct pack pack = {output, output_dtype, output_numel, sources, num_sources, divisor, false};
+    struct pack pack = {output, output_dtype, output_numel, sources, num_sources, divisor, false, stream};
     enum status status = pack_check(&pack);
     if (status == STATUS_OK) {
         stream_for(stream, output_numel, GRAIN_NUMEL, pack_range, &pack);
@@ -402,7 +270,7 @@ enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_nu
 enum status kernel_pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
                             int64_t num_sources, const struct kernel_stream *stream) {
     int64_t output_numel = num_sources > 0 ? source_end(&sources[num_sources - 1]) : 0;
-    struct pack pack = {output, output_dtype, output_numel, sources, num_sources, 1.0, true};
+    struct pack pack = {output, output_dtype, output_numel, sources, num_sources, 1.0, true, stream};
     enum status status = pack_check(&pack);
     if (status == STATUS_OK) {
         stream_for(stream, output_numel, GRAIN_NUMEL, pack_range, &pack);

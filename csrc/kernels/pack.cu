@@ -4,9 +4,9 @@
  * other source has a launch of its own: a transposed one goes by tiles, in the rest each thread finds its element by the strides. */
 #include "kernels/cuda_elementwise.h"
 #include "kernels/cuda_kernels.h"
+#include "kernels/pack.h"
 
 enum {
-    MOST_NDIM = 64, /* torch's own limit */
     TILE = 32,      /* a side; a warp reads a row of it and writes a column */
     LEAST_SIDE = 8, /* of a matrix that is worth tiles */
 };
@@ -25,92 +25,44 @@ struct strided_source {
     int64_t num_tiles;
     int32_t ndim;
     int32_t rows; /* the dimension that is dense in the input, where the source goes by tiles; or -1 */
-    int64_t sizes[MOST_NDIM];
-    int64_t strides[MOST_NDIM];
+    int64_t sizes[PACK_MOST_NDIM];
+    int64_t strides[PACK_MOST_NDIM];
 };
 
-static int64_t output_stride(const struct pack_source *source, int32_t dim) {
-    int64_t stride = 1;
-    if (source->output_strides) {
-        return source->output_strides[dim];
-    }
-    for (int32_t d = source->view.ndim - 1; d > dim; d--) {
-        stride *= source->view.sizes[d];
-    }
-    return stride;
-}
-
-static int64_t input_stride(const struct pack_source *source, int32_t dim) {
-    struct pack_source contiguous = *source;
-    contiguous.output_strides = nullptr;
-    return source->view.strides ? source->view.strides[dim] : output_stride(&contiguous, dim);
-}
-
-/* Does the source lie in memory as in the output? Dimensions of one element say nothing. */
+/* Does the source lie in memory as in the output? */
 static bool is_flat(const struct pack_source *source) {
-    for (int32_t d = 0; d < source->view.ndim; d++) {
-        if (source->view.sizes[d] != 1 && input_stride(source, d) != output_stride(source, d)) {
-            return false;
-        }
+    struct plan plan;
+    if (source_is_flat(source)) {
+        return true;
     }
-    return true;
-}
-
-/* Dimensions that lie behind each other in the input as in the output are one. */
-static void merge_dimensions(struct strided_source *plan) {
-    int32_t last = 0;
-    for (int32_t d = 1; d < plan->ndim; d++) {
-        if (plan->strides[last] == plan->strides[d] * plan->sizes[d]) {
-            plan->sizes[last] *= plan->sizes[d];
-        } else {
-            plan->sizes[++last] = plan->sizes[d];
-        }
-        plan->strides[last] = plan->strides[d];
-    }
-    plan->ndim = plan->ndim > 0 ? last + 1 : 0;
+    plan_build(&plan, source);
+    return plan_is_flat(&plan);
 }
 
 /* The dimension to make tiles of with the last one: neighbours in the output are far from each other in the input, but these
  * are neighbours there. -1 for none. */
-static int32_t rows_of_tiles(const struct strided_source *plan) {
-    int32_t last = plan->ndim - 1;
+static int32_t rows_of_tiles(const struct strided_source *source) {
+    int32_t last = source->ndim - 1;
     for (int32_t d = 0; d < last; d++) {
-        if (plan->strides[d] == 1 && plan->sizes[d] >= LEAST_SIDE && plan->sizes[last] >= LEAST_SIDE) {
+        if (source->strides[d] == 1 && source->sizes[d] >= LEAST_SIDE && source->sizes[last] >= LEAST_SIDE) {
             return d;
         }
     }
     return -1;
 }
 
-/* False where the output strides leave holes. */
-static bool plan_strided(struct strided_source *plan, const struct pack_source *source) {
-    int64_t order[MOST_NDIM]; /* output strides of the dimensions taken so far */
-    int64_t expected = 1;
-    plan->ndim = 0;
-    for (int32_t dim = 0; dim < source->view.ndim; dim++) {
-        if (source->view.sizes[dim] == 1) {
-            continue;
-        }
-        int64_t stride = output_stride(source, dim);
-        int32_t d = plan->ndim++;
-        for (; d > 0 && order[d - 1] < stride; d--) {
-            order[d] = order[d - 1];
-            plan->sizes[d] = plan->sizes[d - 1];
-            plan->strides[d] = plan->strides[d - 1];
-        }
-        order[d] = stride;
-        plan->sizes[d] = source->view.sizes[dim];
-        plan->strides[d] = input_stride(source, dim);
-    }
-    for (int32_t d = plan->ndim - 1; d >= 0; d--) {
-        if (order[d] != expected) {
-            return false;
-        }
-        expected *= plan->sizes[d];
-    }
-    merge_dimensions(plan);
-    plan->rows = rows_of_tiles(plan);
-    return expected == source->numel;
+static struct strided_source strided_source_of(const struct pack_source *source, void *output) {
+    struct strided_source strided = {};
+    struct plan plan;
+    plan_build(&plan, source);
+    strided.input = source->view.data;
+    strided.output = output;
+    strided.numel = source->numel;
+    strided.ndim = plan.ndim;
+    memcpy(strided.sizes, plan.sizes, (size_t)plan.ndim * sizeof *plan.sizes);
+    memcpy(strided.strides, plan.input_strides, (size_t)plan.ndim * sizeof *plan.input_strides);
+    strided.rows = rows_of_tiles(&strided);
+    return strided;
 }
 
 /* In 32 bits, as a division of 64 costs five times as much. */
@@ -251,48 +203,12 @@ static enum status enqueue_strided(struct strided_source source, const Operation
 
 /* ---- the whole ---- */
 
-struct pack {
-    char *output;
-    enum dtype output_dtype;
-    int64_t output_numel;
-    const struct pack_source *sources;
-    int64_t num_sources;
-    double divisor;
-    bool add; /* add to the output; gaps stay as they are */
-    const struct kernel_stream *stream;
-};
-
 static int64_t nbytes_of(enum dtype dtype) {
     return dtype == DTYPE_FLOAT64 ? 8 : dtype == DTYPE_FLOAT32 ? 4 : 2;
 }
 
 static bool is_present(const struct pack_source *source) {
     return source->view.data && source->numel > 0;
-}
-
-static enum status check(const struct pack *pack) {
-    int64_t position = 0;
-    struct strided_source plan;
-    if ((unsigned)pack->output_dtype >= DTYPE_COUNT) {
-        return STATUS_UNSUPPORTED;
-    }
-    for (int64_t i = 0; i < pack->num_sources; i++) {
-        const struct pack_source *source = &pack->sources[i];
-        if (source->offset < position || source->numel < 0 || source->offset + source->numel > pack->output_numel) {
-            return STATUS_INVALID;
-        }
-        position = source->offset + source->numel;
-        if (!source->view.data) {
-            continue;
-        }
-        if ((unsigned)source->view.dtype >= DTYPE_COUNT) {
-            return STATUS_UNSUPPORTED;
-        }
-        if (source->view.ndim > MOST_NDIM || (source->numel > 0 && !plan_strided(&plan, source))) {
-            return STATUS_INVALID;
-        }
-    }
-    return STATUS_OK;
 }
 
 static char *output_at(const struct pack *pack, int64_t offset) {
@@ -311,19 +227,15 @@ static enum status flush(const struct pack *pack, struct segment_table *table, e
 }
 
 static enum status pack_strided(const struct pack *pack, const struct pack_source *source) {
-    struct strided_source plan;
-    plan_strided(&plan, source);
-    plan.input = source->view.data;
-    plan.output = output_at(pack, source->offset);
-    plan.numel = source->numel;
+    struct strided_source strided = strided_source_of(source, output_at(pack, source->offset));
     return with_types(pack->output_dtype, source->view.dtype, [&](auto out, auto in) {
         using Out = decltype(out);
         using In = decltype(in);
         if (pack->add) {
-            return enqueue_strided<Out, In>(plan, add_operation<Out, In>(), pack->stream);
+            return enqueue_strided<Out, In>(strided, add_operation<Out, In>(), pack->stream);
         }
         cast_divide_operation<Out, In> operation = {division<Out>(pack->divisor)};
-        return enqueue_strided<Out, In>(plan, operation, pack->stream);
+        return enqueue_strided<Out, In>(strided, operation, pack->stream);
     });
 }
 
@@ -375,7 +287,7 @@ static bool has_flat(const struct pack *pack, enum dtype dtype) {
 }
 
 static enum status run(const struct pack *pack) {
-    enum status status = check(pack);
+    enum status status = pack_check(pack);
     device_guard guard(pack->stream);
     status = status == STATUS_OK ? guard.status : status;
     bool others = true;

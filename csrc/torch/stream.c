@@ -149,16 +149,26 @@ static int cuda_enter(struct streams *streams, enum stream_role role) {
     return streams->entered ? 0 : -1;
 }
 
-static int cuda_leave(struct streams *streams) {
+static int leave(struct streams *streams) {
     PyObject *left = streams->left_device;
     streams->left_device = NULL;
     streams->entered = false;
     int result = cuda_set(streams, STREAM_COMPUTE);
-    PyObject *done = left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
+    PyObject *done = !result && left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
     if (left && !done)
         result = -1;
     Py_XDECREF(done);
     Py_XDECREF(left);
+    return result;
+}
+
+/* What was done in between may have failed: its exception stays. */
+static int cuda_leave(struct streams *streams) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    int result = leave(streams);
+    if (type)
+        PyErr_Restore(type, value, traceback);
     return result;
 }
 

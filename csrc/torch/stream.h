@@ -28,7 +28,7 @@ struct stream_backend {
      * begins with it. 0 or -1 */
     int (*follow)(struct streams *streams);
     int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
-    int (*leave)(struct streams *streams);                        /* back to the compute stream */
+    int (*leave)(struct streams *streams); /* back to the compute stream; an exception that is set stays */
     int (*record)(struct streams *streams, enum stream_role role,
                   stream_event *event); /* reuses *event when not NULL */
     int (*wait)(struct streams *streams, enum stream_role role, stream_event event);

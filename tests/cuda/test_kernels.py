@@ -106,7 +106,7 @@ def test_unflatten_and_shard_are_copies_of_what_torch_slices() -> None:
     parts = ops.unflatten(flat, [0, 13, 500], [13, 400, 503])
     assert all(map(same, parts, [flat[0:13], flat[13:413], flat[500:1003]]))
     expected = torch.cat([flat[753:], torch.zeros(1, dtype=flat.dtype, device="cuda")])
-    assert same(ops.shard(flat, 3, 4), expected)
+    assert same(ops.shard(flat, 3, 4, torch.bfloat16), expected)
 
 
 @each_dtype

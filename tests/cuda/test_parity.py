@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeProcessGroup
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel
 from tests.cuda.gloo_on_cuda import through_the_cpu
@@ -94,21 +96,23 @@ def test_four_ranks_accumulate_and_checkpoint_as_torch_does(rank: int, world_siz
 # ---- what only a GPU shows
 
 
-def large(group: Any = None, **options: Any) -> nn.Module:
+def large(**options: Any) -> nn.Module:
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)))
     return FullyShardedDataParallel(
         layers,
-        process_group=group,
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         device_id=torch.device("cuda", 0),
         **options,
     )
 
 
-def one_of_four() -> Any:
-    """The first rank of a group whose collectives send nothing: memory and time are as with others, numbers are not."""
-    return FakeProcessGroup._create_internal(0, 4)
+@pytest.fixture
+def one_of_four() -> Iterator[None]:
+    """The first of ranks whose collectives send nothing: memory and time are as with others, numbers are not."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 def step(model: nn.Module) -> None:
@@ -116,9 +120,9 @@ def step(model: nn.Module) -> None:
     model.zero_grad()
 
 
-@on_ranks(1)
-def test_a_step_takes_no_memory_from_the_driver_after_the_first(rank: int, world_size: int) -> None:
-    model = large(one_of_four())
+@pytest.mark.usefixtures("one_of_four")
+def test_a_step_takes_no_memory_from_the_driver_after_the_first() -> None:
+    model = large()
     for _ in range(2):
         step(model)
     before = torch.cuda.memory_stats()
@@ -129,12 +133,12 @@ def test_a_step_takes_no_memory_from_the_driver_after_the_first(rank: int, world
     assert after["reserved_bytes.all.peak"] == before["reserved_bytes.all.peak"]
 
 
-@on_ranks(1)
-def test_peak_memory_does_not_depend_on_timing(rank: int, world_size: int) -> None:
+@pytest.mark.usefixtures("one_of_four")
+def test_peak_memory_does_not_depend_on_timing() -> None:
     """The same whether the host runs far ahead of the device or waits for it after every unit."""
     peaks = []
     for slow in (False, True):
-        model = large(one_of_four())
+        model = large()
         for module in model.modules() if slow else ():
             module.register_forward_hook(lambda *_: torch.cuda.synchronize())
         step(model)
@@ -146,9 +150,9 @@ def test_peak_memory_does_not_depend_on_timing(rank: int, world_size: int) -> No
     assert peaks[0] == peaks[1]
 
 
-@on_ranks(1)
-def test_a_step_never_waits_for_the_device(rank: int, world_size: int) -> None:
-    model = large(one_of_four(), limit_all_gathers=False)
+@pytest.mark.usefixtures("one_of_four")
+def test_a_step_never_waits_for_the_device() -> None:
+    model = large(limit_all_gathers=False)
     step(model)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -155,7 +155,7 @@ enum {
 enum { cudaEnableDefault = 0 };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess, cudaDriverEntryPointSymbolNotFound };
 
-inline int emulated_processors = 2;
+inline int emulated_processors = 1;
 inline cudaError_t emulated_launch_error;
 
 inline cudaError_t cudaGetDevice(int *device) {

@@ -270,16 +270,18 @@ static void check_transposed(const int64_t *sizes, const int *order, bool add, b
     CHECK_EQUAL(emulated_launches_with_barriers > 0, by_tiles);
 }
 
-/* Matrices, stacks of them, and images whose channels lie behind each other; larger than a launch, which has 500 places here. */
+/* Matrices, stacks of them, and images whose channels lie behind each other; some are larger than a launch,
+ * which has 5000 places here, and one has more tiles than a launch has blocks. */
 static void test_transposed_sources_go_by_tiles(void) {
     const int64_t matrix[] = {1, 1, 45, 70}, wide[] = {1, 1, 600, 9}, stack[] = {5, 1, 33, 10},
                   images[] = {3, 11, 4, 8};
-    const int64_t narrow[] = {1, 1, 7, 70};
+    const int64_t narrow[] = {1, 1, 7, 800}, tiles[] = {40, 1, 8, 10};
     const int swapped[] = {0, 1, 3, 2}, channels_last[] = {0, 2, 3, 1}, all_turned[] = {3, 2, 1, 0};
     for (int round = 0; round < 8; round++) {
         check_transposed(matrix, swapped, round % 2, true);
         check_transposed(wide, swapped, round % 2, true);
         check_transposed(stack, swapped, round % 2, true);
+        check_transposed(tiles, swapped, round % 2, true);
         check_transposed(images, channels_last, round % 2, true);
         check_transposed(stack, all_turned, round % 2, false); /* what is dense has 5 elements alone */
         check_transposed(narrow, swapped, round % 2, false);

@@ -45,6 +45,14 @@ int leave(void) {
     return stream_leave(&streams);
 }
 
+int fail_on(int role) {
+    if (stream_enter(&streams, (enum stream_role)role) == 0) {
+        PyErr_SetString(PyExc_TimeoutError, "the collective");
+        stream_leave(&streams);
+    }
+    return -1;
+}
+
 int record(int role, int event) {
     return stream_record(&streams, (enum stream_role)role, &events[event]);
 }

@@ -202,6 +202,17 @@ def the_pool_is_entered_and_left(folder: str) -> None:
     library.finish()
 
 
+def an_error_on_a_side_stream_stays_and_the_stream_is_left(folder: str) -> None:
+    library, _, cuda = started(folder, 1, 0)
+    try:
+        library.fail_on(UNSHARD)
+    except TimeoutError:
+        assert (cuda.current.cuda_stream, cuda.now) == (0, 0)
+        library.finish()
+        return
+    raise AssertionError("the exception was lost")
+
+
 def a_torch_that_refuses_is_told(folder: str) -> None:
     library, _, cuda = started(folder, 0, 0)
     cuda.set_stream = lambda stream: 1 / 0  # type: ignore[method-assign]
@@ -223,6 +234,7 @@ CASES = {
         a_step_under_another_stream_comes_after_the_one_before,
         a_hook_under_another_stream_is_that_streams,
         the_pool_is_entered_and_left,
+        an_error_on_a_side_stream_stays_and_the_stream_is_left,
         a_torch_that_refuses_is_told,
     )
 }
