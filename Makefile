@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda sanitize-cuda bench-cuda analyze soak
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda sanitize-cuda bench-cuda analyze soak test-asan
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,6 +16,8 @@ PYTEST := $(BIN)/python -m pytest
 RANKS ?= 2
 DEMO_OUT ?= runs/demo
 DEMO_FLAGS ?=
+ASAN := build/asan
+ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py
 
 help:
 	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
@@ -29,6 +31,7 @@ help:
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
 	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
+	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
 	@echo 'make lint format   check, or write, the formatting of C and Python'
@@ -95,6 +98,19 @@ soak: build $(VENV)/.dev
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients
+
+# In a copy of its own, so that what was built in place stays. The runtimes of the sanitizers come before Python's; libstdc++ with
+# them, or exceptions of C++ end the process. Python's objects come from malloc, where the sanitizers see them. Python and torch
+# keep things for ever: tests/faults/test_leaks.py looks for leaks.
+test-asan: $(VENV)/.installed $(VENV)/.dev
+	@mkdir -p $(ASAN)
+	tar -cf - --exclude '*.so' --exclude __pycache__ --exclude .venv --exclude ./build --exclude ./runs --exclude .git . \
+	    | tar -xf - -C $(ASAN)
+	cd $(ASAN) && rm -f fsdp_c/*.so && FSDP_C_CUDA=0 FSDP_C_SANITIZE=address,undefined FSDP_C_OPT=-O1 \
+	    $(abspath $(BIN))/python setup.py -q build_ext --inplace
+	cd $(ASAN) && LD_PRELOAD="$$(for one in asan ubsan stdc++; do cc -print-file-name=lib$$one.so; done | xargs)" \
+	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
 
 # On a GPU; nothing of it has run on one yet.
 test-cuda: export FSDP_C_CUDA = 1

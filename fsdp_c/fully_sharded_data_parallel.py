@@ -685,6 +685,14 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         with state_dict.saving(self):
             return super().state_dict(*args, **kwargs)
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the selected type, with the names of the unwrapped module.
+
+        Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no unit open.
+        """
+        with state_dict.closing_units():
+            return super().load_state_dict(*args, **kwargs)
+
     @staticmethod
     def set_state_dict_type(
         module: nn.Module,

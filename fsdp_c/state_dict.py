@@ -212,14 +212,23 @@ def saving(fsdp_module: Any) -> Iterator[None]:
     if _saving.outermost is not None:
         yield
         return
-    already_open = set(_open)
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
-        with common.collector_paused():
+        with closing_units(), common.collector_paused():
             yield
     finally:
         _saving.outermost, _saving.values = None, {}
+
+
+@contextlib.contextmanager
+def closing_units() -> Iterator[None]:
+    """Around a save or load: units whose post hook did not run, as another one has raised, are closed at exit."""
+    already_open = set(_open)
+    try:
+        yield
+    finally:
         for unit in [unit for unit in _open if unit not in already_open]:
+            _supplied.pop(unit, None)
             _open.pop(unit).close()
 
 

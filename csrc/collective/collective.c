@@ -56,8 +56,8 @@ static PyObject *replacement(const struct public_name *names, size_t count) {
 int collective_group_init(struct collective_group *group, PyObject *process_group) {
     memset(group, 0, sizeof *group);
     PyObject *size = PyObject_CallMethod(process_group, "size", NULL);
-    PyObject *rank = PyObject_CallMethod(process_group, "rank", NULL);
-    if (!size || !rank)
+    PyObject *rank = size ? PyObject_CallMethod(process_group, "rank", NULL) : NULL;
+    if (!rank)
         goto fail;
     group->world_size = PyLong_AsLongLong(size);
     group->rank = PyLong_AsLongLong(rank);

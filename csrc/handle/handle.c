@@ -35,10 +35,10 @@ static int slot_init(struct slot *slot, PyObject *entry) {
     slot->name = Py_NewRef(name);
     PyUnicode_InternInPlace(&slot->name);
     slot->parameters = PyObject_GetAttrString(module, "_parameters");
-    slot->attributes = PyObject_GetAttrString(module, "__dict__");
-    int custom = overrides_setattr(module);
+    slot->attributes = slot->parameters ? PyObject_GetAttrString(module, "__dict__") : NULL;
+    int custom = slot->attributes ? overrides_setattr(module) : -1;
     slot->custom_setattr = custom == 1;
-    return slot->parameters && slot->attributes && custom >= 0 ? 0 : -1;
+    return custom < 0 ? -1 : 0;
 }
 
 static int init_slots(struct handle *handle, PyObject *slots) {

@@ -424,8 +424,10 @@ static int drop_flat_grad(struct handle *handle) {
     Py_CLEAR(handle->gradients.saved_shard);
     if (handle->gradients.kind == GRAD_NONE)
         return 0;
+    if (torch_set_grad(handle->flat_param, Py_None) < 0)
+        return -1;
     handle->gradients.kind = GRAD_NONE;
-    return torch_set_grad(handle->flat_param, Py_None);
+    return 0;
 }
 
 int handle_collect_user_grads(struct handle *handle) {

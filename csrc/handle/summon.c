@@ -62,21 +62,6 @@ static PyObject *gather(struct handle *handle) {
     return Py_NewRef(handle->form->full.tensor);
 }
 
-int handle_summon_enter(struct handle *handle, bool writeback) {
-    if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
-        return -1;
-    if (!handle->skip_writeback_check && (handle_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
-        return -1;
-    PyObject *full = gather(handle);
-    if (!full)
-        return -1;
-    handle->summon_writeback = writeback;
-    ref_set(&handle->summon_full, full);
-    if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) < 0)
-        return -1;
-    return hide_flat_param(handle) < 0 ? -1 : handle_show_full_params(handle, full);
-}
-
 static int copy_to(PyObject *tensor, PyObject *source) {
     PyObject *data = torch_data(tensor);
     PyObject *done = data ? PyObject_CallMethod(data, "copy_", "O", source) : NULL;
@@ -113,8 +98,8 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
     if (layout->shard_numel_valid == 0)
         return 0;
     PyObject *from = part(full, layout->shard_start, layout->shard_numel_valid);
-    PyObject *to = part(shard, 0, layout->shard_numel_valid);
-    int result = from && to ? copy_to(to, from) : -1;
+    PyObject *to = from ? part(shard, 0, layout->shard_numel_valid) : NULL;
+    int result = to ? copy_to(to, from) : -1;
     Py_XDECREF(from);
     Py_XDECREF(to);
     return result;
@@ -138,6 +123,42 @@ static int free_full(struct handle *handle) {
     return handle_reshard(handle, handle->summon_freed_after || !handle->sharded);
 }
 
+/* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it leaves half done would
+ * be taken for the user's edits. The first exception is the one that stays. `result`, or -1. */
+static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int result) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (verb(handle) < 0) {
+        result = -1;
+        if (type)
+            PyErr_Clear();
+        else
+            PyErr_Fetch(&type, &value, &traceback);
+        if (verb(handle) < 0)
+            PyErr_WriteUnraisable(handle->name);
+    }
+    PyErr_Restore(type, value, traceback);
+    return result;
+}
+
+int handle_summon_enter(struct handle *handle, bool writeback) {
+    if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
+        return -1;
+    if (!handle->skip_writeback_check && (handle_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
+        return -1;
+    PyObject *full = gather(handle);
+    if (!full)
+        return -1;
+    handle->summon_writeback = writeback;
+    ref_set(&handle->summon_full, full);
+    if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) == 0 && hide_flat_param(handle) == 0 &&
+        handle_show_full_params(handle, full) == 0)
+        return 0;
+    settle_debt(handle, free_full, -1);
+    handle_force_idle(handle);
+    return -1;
+}
+
 int handle_summon_hide(struct handle *handle) {
     return handle->summon_full ? free_full(handle) : 0;
 }
@@ -149,10 +170,10 @@ int handle_summon_exit(struct handle *handle) {
     if (handle->summon_full) {
         if (handle->summon_writeback || !handle->sharded)
             result = write_back(handle);
-        if (free_full(handle) < 0)
-            result = -1;
+        result = settle_debt(handle, free_full, result);
     }
-    return handle_set_training_state(handle, USE_IDLE) < 0 ? -1 : result;
+    handle_force_idle(handle);
+    return result;
 }
 
 /* ---- gradients ---- */
@@ -239,8 +260,8 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback) {
     bool gathered = full && full != Py_None && handle->sharded && handle->gradients.kind == GRAD_SHARDED;
     if (!result && writeback && gathered && grad != Py_None)
         result = copy_own_part(handle, grad, full);
-    if (!result && handle->sharded)
-        result = handle_show_flat_grad(handle);
+    if (handle->sharded)
+        result = settle_debt(handle, handle_show_flat_grad, result);
     Py_XDECREF(full);
     Py_XDECREF(grad);
     return result;

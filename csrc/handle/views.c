@@ -96,6 +96,7 @@ static int show_as_attribute(const struct slot *slot, PyObject *value) {
 }
 
 static int show_views(struct handle *handle, PyObject *views) {
+    handle->shown = SHOWN_NOTHING; /* until all slots agree */
     for (int64_t i = 0; i < handle->num_slots; i++) {
         const struct slot *slot = &handle->slots[i];
         PyObject *view = PyTuple_GetItem(views, slot->param);

@@ -188,10 +188,16 @@ static int detach_view(PyObject *view) {
     return done && requires_grad >= 0 ? 0 : -1;
 }
 
+/* A view that keeps its node keeps the whole unit for ever: one failure is not the end. */
 static int detach_form(const struct form *form, int64_t num_params) {
-    for (int64_t i = 0; form->views && i < num_params; i++)
-        if (detach_view(PyTuple_GetItem(form->views, i)) < 0)
+    for (int64_t i = 0; form->views && i < num_params; i++) {
+        PyObject *view = PyTuple_GetItem(form->views, i);
+        if (detach_view(view) == 0)
+            continue;
+        PyErr_Clear();
+        if (detach_view(view) < 0)
             return -1;
+    }
     return 0;
 }
 

@@ -96,12 +96,10 @@ int runtime_visit(struct runtime *runtime, visitproc visit, void *arg) {
     return 0;
 }
 
-int runtime_detach_views(struct runtime *runtime) {
-    int result = 0;
+void runtime_detach_views(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++)
         if (unit_detach_views(runtime->units[i]) < 0)
-            result = -1;
-    return result;
+            PyErr_WriteUnraisable(runtime->units[i]->name);
 }
 
 /* ---- start of a step ---- */

@@ -131,7 +131,7 @@ int runtime_final_callback(struct runtime *runtime);
 int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
 int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */
 int runtime_collect_user_grads(struct runtime *runtime);
-int runtime_detach_views(struct runtime *runtime); /* the root has gone */
+void runtime_detach_views(struct runtime *runtime); /* the root has gone */
 
 /* order.c */
 int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */

@@ -15,8 +15,11 @@ static PyObject *on_module_end(PyObject *self, PyObject *reference) {
     (void)reference;
     if (!unit)
         return NULL;
-    int result = unit->is_root && unit->runtime ? runtime_detach_views(unit->runtime) : unit_detach_views(unit);
-    return result < 0 ? NULL : Py_NewRef(Py_None);
+    if (unit->is_root && unit->runtime)
+        runtime_detach_views(unit->runtime);
+    else if (unit_detach_views(unit) < 0)
+        return NULL;
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef module_end_def = {"on_module_end", on_module_end, METH_O, NULL};
@@ -133,8 +136,12 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, 
     if (!cast)
         return true;
     PyObject *dtype = PyObject_GetAttr(value, torch_names.dtype);
+    if (!dtype) {
+        PyErr_Clear();
+        return false;
+    }
     bool ready = dtype == unit->param_dtype || view.dtype == DTYPE_OTHER;
-    Py_XDECREF(dtype);
+    Py_DECREF(dtype);
     return ready;
 }
 

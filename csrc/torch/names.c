@@ -94,14 +94,24 @@ int torch_set_grad(PyObject *tensor, PyObject *grad) {
     return PyObject_SetAttr(tensor, torch_names.grad, grad);
 }
 
+/* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not the end. The
+ * exception stays set. */
+static void restore_data(PyObject *tensor, PyObject *data) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (torch_set_data(tensor, data) < 0)
+        PyErr_WriteUnraisable(tensor);
+    PyErr_Restore(type, value, traceback);
+}
+
 /* `.grad` accepts what fits the tensor: so let other data fit for a moment. */
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
     PyObject *data = torch_data(tensor);
     int result = data ? torch_set_data(tensor, grad) : -1;
     if (!result) {
         result = torch_set_grad(tensor, grad);
-        if (torch_set_data(tensor, data) < 0)
-            result = -1;
+        if (result < 0 || (result = torch_set_data(tensor, data)) < 0)
+            restore_data(tensor, data);
     }
     Py_XDECREF(data);
     return result;

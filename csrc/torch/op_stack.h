@@ -82,20 +82,35 @@ static inline double op_float(StableIValue slot) {
     return value;
 }
 
-/* A list argument with its items; those of a Tensor[] are owned by it. */
+/* A list argument. The tensors of a Tensor[] are owned with it from the start, read or not. */
 struct op_list {
     StableListHandle list; /* owned */
-    StableIValue *items;   /* owned */
+    StableIValue *items;   /* owned array */
     size_t count;
     bool of_tensors;
 };
 
-static inline void op_drop_list(struct op_list *list) {
-    for (size_t i = 0; list->of_tensors && i < list->count; i++) {
-        AtenTensorHandle tensor = op_tensor(list->items[i]);
-        op_drop_tensor(&tensor);
+static inline struct op_list op_list_of(StableIValue slot, bool of_tensors) {
+    return (struct op_list){.list = (StableListHandle)(uintptr_t)slot, .of_tensors = of_tensors};
+}
+
+static inline void op_drop_tensors(StableListHandle list) {
+    size_t size = 0;
+    StableIValue item = 0;
+    torch_abi.torch_list_size(list, &size);
+    for (size_t i = 0; i < size; i++) {
+        if (torch_abi.torch_list_get_item(list, i, &item) == 0) {
+            AtenTensorHandle tensor = op_tensor(item);
+            op_drop_tensor(&tensor);
+        }
     }
+}
+
+static inline void op_drop_list(struct op_list *list) {
     free(list->items);
+    if (list->list && list->of_tensors) {
+        op_drop_tensors(list->list);
+    }
     if (list->list) {
         torch_abi.torch_delete_list(list->list);
     }
@@ -114,17 +129,13 @@ static inline void *op_alloc(size_t count, size_t size) {
     return memory;
 }
 
-/* Take the list out of its slot into `list`, which the caller declared OP_OWNED_LIST and zeroed. */
-static inline void op_read_list(struct op_list *list, StableIValue slot, bool of_tensors) {
-    size_t size = 0;
-    list->list = (StableListHandle)(uintptr_t)slot;
-    OP_CALL(torch_abi.torch_list_size(list->list, &size));
-    list->items = op_alloc(size, sizeof *list->items);
-    for (size_t i = 0; i < size; i++) {
+/* The items of a list that the caller declared OP_OWNED_LIST. */
+static inline void op_read_list(struct op_list *list) {
+    OP_CALL(torch_abi.torch_list_size(list->list, &list->count));
+    list->items = op_alloc(list->count, sizeof *list->items);
+    for (size_t i = 0; i < list->count; i++) {
         OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
     }
-    list->count = size;
-    list->of_tensors = of_tensors;
 }
 
 /* Append an owned tensor to a list under construction, which takes it over. */

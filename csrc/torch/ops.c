@@ -95,11 +95,16 @@ static int64_t align_up(int64_t value, int64_t alignment) {
 }
 
 /* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel are zero. */
+<<<<<<< HEAD
 static void flatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
+=======
+static void flatten(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+>>>>>>> mem
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
     OP_OWNED output = NULL;
-    op_read_list(&tensors, stack[0], true);
+    op_read_list(&tensors);
     int64_t aligned_numel = op_int(stack[1]);
     int64_t padded_numel = op_int(stack[2]);
     int32_t dtype = read_dtype(call, stack[3]);
@@ -138,6 +143,7 @@ static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand 
     return part;
 }
 
+<<<<<<< HEAD
 struct list_owner {
     StableListHandle list; /* owned, with its tensors, until it is given away */
 };
@@ -156,6 +162,9 @@ static void drop_result(struct list_owner *result) {
 }
 
 static void check_segment(struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
+=======
+static void check_segment(const struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
+>>>>>>> mem
     OP_CHECK(offset >= 0 && numel >= 0 && offset <= total && numel <= total - offset,
              "%s: elements [%" PRId64 ", %" PRId64 ") lie outside of %s, which has %" PRId64, call->name, offset,
              offset + numel, what, total);
@@ -164,11 +173,11 @@ static void check_segment(struct op_call *call, int64_t offset, int64_t numel, i
 /* fsdp_c::unflatten: a copy of each segment, in one dimension. */
 static void unflatten(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
-    OP_OWNED_LIST offsets = {0};
-    OP_OWNED_LIST numels = {0};
-    __attribute__((cleanup(drop_result))) struct list_owner result = {NULL};
-    op_read_list(&offsets, stack[1], false);
-    op_read_list(&numels, stack[2], false);
+    OP_OWNED_LIST offsets = op_list_of(stack[1], false);
+    OP_OWNED_LIST numels = op_list_of(stack[2], false);
+    OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
+    op_read_list(&offsets);
+    op_read_list(&numels);
     struct op_operand flat;
     read_flat(call, &flat, tensor, "flat");
     OP_CHECK(offsets.count == numels.count, "%s: %zu offsets, but %zu numels", call->name, offsets.count, numels.count);
@@ -214,11 +223,11 @@ static void shard(StableIValue *stack, struct op_call *call) {
 /* fsdp_c::pack_gradients: cast, divide and flatten in one pass; what no gradient covers is zeroed. */
 static void pack_gradients(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
-    OP_OWNED_LIST grads = {0};
-    OP_OWNED_LIST offsets = {0};
+    OP_OWNED_LIST grads = op_list_of(stack[1], true);
+    OP_OWNED_LIST offsets = op_list_of(stack[2], false);
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
-    op_read_list(&grads, stack[1], true);
-    op_read_list(&offsets, stack[2], false);
+    op_read_list(&grads);
+    op_read_list(&offsets);
     double divisor = read_divisor(call, stack[3]);
     struct op_operand out;
     read_flat(call, &out, tensor, "out");
@@ -340,16 +349,26 @@ static void check_join(struct op_call *call, const struct op_list *counts, const
 }
 
 /* fsdp_c::join_ranges: new tensors, each of byte ranges of the sources one behind the other. */
+<<<<<<< HEAD
 static void join_ranges(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST sources = {0}, numbers = {0}, counts = {0}, likes = {0}, ndims = {0}, sizes = {0};
+=======
+static void join_ranges(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST sources = op_list_of(stack[0], true);
+    OP_OWNED_LIST numbers = op_list_of(stack[1], false);
+    OP_OWNED_LIST counts = op_list_of(stack[2], false);
+    OP_OWNED_LIST likes = op_list_of(stack[3], true);
+    OP_OWNED_LIST ndims = op_list_of(stack[4], false);
+    OP_OWNED_LIST sizes = op_list_of(stack[5], false);
+>>>>>>> mem
     OP_OWNED_MEMORY struct op_operand *operands = NULL;
-    __attribute__((cleanup(drop_result))) struct list_owner result = {NULL};
-    op_read_list(&sources, stack[0], true);
-    op_read_list(&numbers, stack[1], false);
-    op_read_list(&counts, stack[2], false);
-    op_read_list(&likes, stack[3], true);
-    op_read_list(&ndims, stack[4], false);
-    op_read_list(&sizes, stack[5], false);
+    OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
+    op_read_list(&sources);
+    op_read_list(&numbers);
+    op_read_list(&counts);
+    op_read_list(&likes);
+    op_read_list(&ndims);
+    op_read_list(&sizes);
     OP_CHECK(numbers.count % 3 == 0, "%s: a range is three numbers, but there are %zu", call->name, numbers.count);
     check_join(call, &counts, &likes, &ndims, sizes.count, numbers.count / 3);
     operands = op_alloc(sources.count, sizeof *operands);
@@ -395,12 +414,17 @@ static void read_all(struct op_call *call, const struct op_list *list, struct te
 }
 
 /* fsdp_c::norms: one p-norm per tensor, in float64 for float64 tensors and in float32 for all others. */
+<<<<<<< HEAD
 static void norms(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
+=======
+static void norms(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+>>>>>>> mem
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
     OP_OWNED output = NULL;
-    op_read_list(&tensors, stack[0], true);
+    op_read_list(&tensors);
     double p = op_float(stack[1]);
     OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
     views = op_alloc(tensors.count, sizeof *views);
@@ -434,12 +458,17 @@ static void norms(StableIValue *stack, struct op_call *call) {
 }
 
 /* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */
+<<<<<<< HEAD
 static void clip(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
+=======
+static void clip(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+>>>>>>> mem
     OP_OWNED scalar = op_tensor(stack[1]);
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
-    op_read_list(&tensors, stack[0], true);
+    op_read_list(&tensors);
     struct op_operand factor;
     read_operand(call, &factor, scalar, "coefficient");
     OP_CHECK(factor.numel == 1, "%s: coefficient must have one element, not %" PRId64, call->name, factor.numel);
@@ -463,13 +492,18 @@ static float *read_number(struct op_call *call, struct op_operand *operand, Aten
 }
 
 /* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
+<<<<<<< HEAD
 static void unscale(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
+=======
+static void unscale(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+>>>>>>> mem
     OP_OWNED found = op_tensor(stack[1]);
     OP_OWNED inverse = op_tensor(stack[2]);
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
-    op_read_list(&tensors, stack[0], true);
+    op_read_list(&tensors);
     struct op_operand found_inf;
     struct op_operand inverse_scale;
     float *found_number = read_number(call, &found_inf, found, "found_inf");
@@ -491,13 +525,19 @@ static struct byte_range read_bytes(struct op_call *call, struct op_operand *ope
     return (struct byte_range){operand->view.data, operand->numel * element_nbytes};
 }
 
+<<<<<<< HEAD
 /* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64 on its device, and the same on any. */
 static void checksums(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST tensors = {0};
+=======
+/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64. */
+static void checksums(StableIValue *stack, const struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+>>>>>>> mem
     OP_OWNED_MEMORY struct byte_range *ranges = NULL;
     OP_OWNED output = NULL;
     struct op_operand operand = {0};
-    op_read_list(&tensors, stack[0], true);
+    op_read_list(&tensors);
     OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
     ranges = op_alloc(tensors.count, sizeof *ranges);
     for (size_t i = 0; i < tensors.count; i++) {
@@ -556,6 +596,7 @@ static void read_lr(struct op_call *call, const struct op_list *list, struct ada
 static void adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
+<<<<<<< HEAD
     OP_OWNED_LIST params = {0};
     OP_OWNED_LIST grads = {0};
     OP_OWNED_LIST exp_avgs = {0};
@@ -563,14 +604,27 @@ static void adamw(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST max_exp_avg_sqs = {0};
     OP_OWNED_LIST step_list = {0};
     OP_OWNED_LIST lr_list = {0};
+=======
+    OP_OWNED_LIST params = op_list_of(stack[0], true);
+    OP_OWNED_LIST grads = op_list_of(stack[1], true);
+    OP_OWNED_LIST exp_avgs = op_list_of(stack[2], true);
+    OP_OWNED_LIST exp_avg_sqs = op_list_of(stack[3], true);
+    OP_OWNED_LIST max_exp_avg_sqs = op_list_of(stack[4], true);
+    OP_OWNED_LIST step_list = op_list_of(stack[NUM_LISTS], true);
+>>>>>>> mem
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
     for (int i = 0; i < NUM_LISTS; i++) {
-        op_read_list(lists[i], stack[i], true);
+        op_read_list(lists[i]);
     }
+<<<<<<< HEAD
     op_read_list(&step_list, stack[NUM_LISTS], true);
     op_read_list(&lr_list, stack[NUM_LISTS + 1], true);
     const StableIValue *numbers = stack + NUM_LISTS + 2;
+=======
+    op_read_list(&step_list);
+    const StableIValue *numbers = stack + NUM_LISTS + 1;
+>>>>>>> mem
     struct adamw_options options = {
         .lr = op_float(numbers[0]),
         .beta1 = op_float(numbers[1]),
