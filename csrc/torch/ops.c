@@ -95,13 +95,8 @@ static int64_t align_up(int64_t value, int64_t alignment) {
 }
 
 /* fsdp_c::flatten: every tensor begins at a multiple of aligned_numel; gaps and the rest up to padded_numel are zero. */
-<<<<<<< HEAD
 static void flatten(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = {0};
-=======
-static void flatten(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
->>>>>>> mem
     OP_OWNED_MEMORY struct pack_source *sources = NULL;
     OP_OWNED output = NULL;
     op_read_list(&tensors);
@@ -143,28 +138,7 @@ static AtenTensorHandle copy_part(struct op_call *call, const struct op_operand 
     return part;
 }
 
-<<<<<<< HEAD
-struct list_owner {
-    StableListHandle list; /* owned, with its tensors, until it is given away */
-};
-
-static void drop_result(struct list_owner *result) {
-    struct op_list list = {.list = result->list, .of_tensors = true};
-    size_t size = 0;
-    if (!result->list || torch_abi.torch_list_size(result->list, &size) != 0) {
-        return;
-    }
-    list.items = calloc(size ? size : 1, sizeof *list.items);
-    for (; list.items && list.count < size; list.count++) {
-        torch_abi.torch_list_get_item(result->list, list.count, &list.items[list.count]);
-    }
-    op_drop_list(&list);
-}
-
 static void check_segment(struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
-=======
-static void check_segment(const struct op_call *call, int64_t offset, int64_t numel, int64_t total, const char *what) {
->>>>>>> mem
     OP_CHECK(offset >= 0 && numel >= 0 && offset <= total && numel <= total - offset,
              "%s: elements [%" PRId64 ", %" PRId64 ") lie outside of %s, which has %" PRId64, call->name, offset,
              offset + numel, what, total);
@@ -349,18 +323,13 @@ static void check_join(struct op_call *call, const struct op_list *counts, const
 }
 
 /* fsdp_c::join_ranges: new tensors, each of byte ranges of the sources one behind the other. */
-<<<<<<< HEAD
 static void join_ranges(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST sources = {0}, numbers = {0}, counts = {0}, likes = {0}, ndims = {0}, sizes = {0};
-=======
-static void join_ranges(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST sources = op_list_of(stack[0], true);
     OP_OWNED_LIST numbers = op_list_of(stack[1], false);
     OP_OWNED_LIST counts = op_list_of(stack[2], false);
     OP_OWNED_LIST likes = op_list_of(stack[3], true);
     OP_OWNED_LIST ndims = op_list_of(stack[4], false);
     OP_OWNED_LIST sizes = op_list_of(stack[5], false);
->>>>>>> mem
     OP_OWNED_MEMORY struct op_operand *operands = NULL;
     OP_OWNED_LIST result = {.of_tensors = true}; /* until it is given away */
     op_read_list(&sources);
@@ -414,13 +383,8 @@ static void read_all(struct op_call *call, const struct op_list *list, struct te
 }
 
 /* fsdp_c::norms: one p-norm per tensor, in float64 for float64 tensors and in float32 for all others. */
-<<<<<<< HEAD
 static void norms(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = {0};
-=======
-static void norms(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
->>>>>>> mem
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
     OP_OWNED output = NULL;
@@ -458,13 +422,8 @@ static void norms(StableIValue *stack, const struct op_call *call) {
 }
 
 /* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */
-<<<<<<< HEAD
 static void clip(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = {0};
-=======
-static void clip(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
->>>>>>> mem
     OP_OWNED scalar = op_tensor(stack[1]);
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
     OP_OWNED_MEMORY int64_t *numels = NULL;
@@ -492,13 +451,8 @@ static float *read_number(struct op_call *call, struct op_operand *operand, Aten
 }
 
 /* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
-<<<<<<< HEAD
 static void unscale(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = {0};
-=======
-static void unscale(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
->>>>>>> mem
     OP_OWNED found = op_tensor(stack[1]);
     OP_OWNED inverse = op_tensor(stack[2]);
     OP_OWNED_MEMORY struct tensor_view *views = NULL;
@@ -525,15 +479,9 @@ static struct byte_range read_bytes(struct op_call *call, struct op_operand *ope
     return (struct byte_range){operand->view.data, operand->numel * element_nbytes};
 }
 
-<<<<<<< HEAD
 /* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64 on its device, and the same on any. */
 static void checksums(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = {0};
-=======
-/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64. */
-static void checksums(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_LIST tensors = op_list_of(stack[0], true);
->>>>>>> mem
     OP_OWNED_MEMORY struct byte_range *ranges = NULL;
     OP_OWNED output = NULL;
     struct op_operand operand = {0};
@@ -596,35 +544,21 @@ static void read_lr(struct op_call *call, const struct op_list *list, struct ada
 static void adamw(StableIValue *stack, struct op_call *call) {
     static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
     enum { NUM_LISTS = sizeof names / sizeof names[0] };
-<<<<<<< HEAD
-    OP_OWNED_LIST params = {0};
-    OP_OWNED_LIST grads = {0};
-    OP_OWNED_LIST exp_avgs = {0};
-    OP_OWNED_LIST exp_avg_sqs = {0};
-    OP_OWNED_LIST max_exp_avg_sqs = {0};
-    OP_OWNED_LIST step_list = {0};
-    OP_OWNED_LIST lr_list = {0};
-=======
     OP_OWNED_LIST params = op_list_of(stack[0], true);
     OP_OWNED_LIST grads = op_list_of(stack[1], true);
     OP_OWNED_LIST exp_avgs = op_list_of(stack[2], true);
     OP_OWNED_LIST exp_avg_sqs = op_list_of(stack[3], true);
     OP_OWNED_LIST max_exp_avg_sqs = op_list_of(stack[4], true);
     OP_OWNED_LIST step_list = op_list_of(stack[NUM_LISTS], true);
->>>>>>> mem
+    OP_OWNED_LIST lr_list = op_list_of(stack[NUM_LISTS + 1], true);
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
     for (int i = 0; i < NUM_LISTS; i++) {
         op_read_list(lists[i]);
     }
-<<<<<<< HEAD
-    op_read_list(&step_list, stack[NUM_LISTS], true);
-    op_read_list(&lr_list, stack[NUM_LISTS + 1], true);
-    const StableIValue *numbers = stack + NUM_LISTS + 2;
-=======
     op_read_list(&step_list);
-    const StableIValue *numbers = stack + NUM_LISTS + 1;
->>>>>>> mem
+    op_read_list(&lr_list);
+    const StableIValue *numbers = stack + NUM_LISTS + 2;
     struct adamw_options options = {
         .lr = op_float(numbers[0]),
         .beta1 = op_float(numbers[1]),
