@@ -27,7 +27,7 @@ from fsdp_c import _C, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 
-AGAIN = (1, 8, 64)  # a point that leaves memory behind is tried so often, and must leave some each time
+AGAIN = (1, 8, 64, 400)  # a point that leaves memory behind is tried so often, and must leave some each time
 WARM_UP = 12  # steps until caches are filled
 
 
