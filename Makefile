@@ -17,7 +17,8 @@ RANKS ?= 2
 DEMO_OUT ?= runs/demo
 DEMO_FLAGS ?=
 ASAN := build/asan
-ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py
+ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py tests/faults/test_allocations.py \
+    tests/faults/test_threads.py --ignore tests/native/test_cuda.py
 
 help:
 	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
@@ -26,7 +27,7 @@ help:
 	@echo 'make test-native   the C programs under tests/native'
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
-	@echo 'make test-faults   every fault that tests/faults knows, at every point'
+	@echo 'make test-faults   every fault that tests/faults knows, at every point, and a million random layouts'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
@@ -89,7 +90,7 @@ test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity
 
 test-faults: build $(VENV)/.dev
-	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults
+	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults tests/native
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients

@@ -532,9 +532,11 @@ static void adamw(StableIValue *stack, const struct op_call *call) {
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
     OP_OWNED_MEMORY float **steps = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
-    for (int i = 0; i < NUM_LISTS; i++) {
-        op_read_list(lists[i]);
-    }
+    op_read_list(&params);
+    op_read_list(&grads);
+    op_read_list(&exp_avgs);
+    op_read_list(&exp_avg_sqs);
+    op_read_list(&max_exp_avg_sqs);
     op_read_list(&step_list);
     const StableIValue *numbers = stack + NUM_LISTS + 1;
     struct adamw_options options = {
