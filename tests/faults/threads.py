@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import _C
+from fsdp_c import FullyShardedDataParallel as FSDP
 
 SWITCH_INTERVAL_S = 1e-6
 KINDS: list[dict[str, Any]] = [
