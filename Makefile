@@ -17,7 +17,9 @@ RANKS ?= 2
 DEMO_OUT ?= runs/demo
 DEMO_FLAGS ?=
 ASAN := build/asan
-ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py
+ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py tests/faults/test_allocations.py \
+    tests/faults/test_threads.py --ignore tests/native/test_cuda.py \
+    --deselect tests/unit/test_checkpoint_cli.py::test_memory_is_a_few_times_the_largest_tensor_whatever_the_total
 
 help:
 	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
@@ -26,7 +28,7 @@ help:
 	@echo 'make test-native   the C programs under tests/native'
 	@echo 'make test-ranks    tests on several ranks'
 	@echo 'make test-parity   bitwise comparison with torch'\''s FSDP1'
-	@echo 'make test-faults   every fault that tests/faults knows, at every point'
+	@echo 'make test-faults   every fault that tests/faults knows, at every point, and a million random layouts'
 	@echo 'make soak          2,000 steps under random faults, beside the same undisturbed'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
@@ -91,7 +93,7 @@ test-parity: build $(VENV)/.dev
 	$(PYTEST) tests/parity
 
 test-faults: build $(VENV)/.dev
-	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults
+	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults tests/native
 
 soak: build $(VENV)/.dev
 	$(BIN)/python -m tests.faults.soak
@@ -100,7 +102,8 @@ test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients
 
 # In a copy of its own, so that what was built in place stays. The runtimes of the sanitizers come before Python's; libstdc++ with
-# them, or exceptions of C++ end the process. Python's objects come from malloc, where the sanitizers see them. Python and torch
+# them, or exceptions of C++ end the process. nvcc does not bear them, and what memory a command takes is not what they make of it.
+# Python's objects come from malloc, where the sanitizers see them. Python and torch
 # keep things for ever: tests/faults/test_leaks.py looks for leaks.
 test-asan: $(VENV)/.installed $(VENV)/.dev
 	@mkdir -p $(ASAN)

@@ -553,9 +553,11 @@ static void adamw(StableIValue *stack, struct op_call *call) {
     OP_OWNED_LIST lr_list = op_list_of(stack[NUM_LISTS + 1], true);
     OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
     struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
-    for (int i = 0; i < NUM_LISTS; i++) {
-        op_read_list(lists[i]);
-    }
+    op_read_list(&params);
+    op_read_list(&grads);
+    op_read_list(&exp_avgs);
+    op_read_list(&exp_avg_sqs);
+    op_read_list(&max_exp_avg_sqs);
     op_read_list(&step_list);
     op_read_list(&lr_list);
     const StableIValue *numbers = stack + NUM_LISTS + 2;

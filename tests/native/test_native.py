@@ -13,6 +13,7 @@ NATIVE = Path(__file__).resolve().parent
 CSRC = NATIVE.parents[1] / "csrc"
 PROGRAMS = sorted(NATIVE.glob("test_*.c"))
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
+TIMEOUT_S = 1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -39,7 +40,7 @@ def run(program: Path) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     # the leak check needs ptrace, which containers refuse: the programs count their allocations instead
     environment["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
-    return subprocess.run([program], capture_output=True, text=True, env=environment, timeout=120)
+    return subprocess.run([program], capture_output=True, text=True, env=environment, timeout=TIMEOUT_S)
 
 
 def compile_with(command: list[str]) -> subprocess.CompletedProcess[str]:
