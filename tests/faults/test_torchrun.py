@@ -28,7 +28,7 @@ from tests.faults.faulty_lm import LAYERS, ROOT, TIMEOUT, train_lm
 from tests.ranks import pool
 
 PHASES = ("forward", "backward", "reduce", "save", "load")
-TRIED = [("kill", "reduce"), ("stop", "save")]
+TRIED = [("kill", "reduce")]
 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1":
     TRIED = [(action, phase) for phase in PHASES for action in ("kill", "stop")]
 MARGIN_S = 20.0  # for a survivor to end, beyond the process group's timeout
