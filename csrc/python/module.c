@@ -1,5 +1,4 @@
 /* The extension module fsdp_c._C. */
-#include "base/pages.h"
 #include "handle/handle_ops.h"
 #include "kernels/loops.h"
 #include "python/layout_functions.h"
@@ -37,8 +36,7 @@ static PyObject *prefer_large_pages(PyObject *self, PyObject *tensor) {
     (void)self;
     if (tensor_view_of(tensor, &view) < 0)
         return NULL;
-    if (view.device == DEVICE_CPU)
-        pages_prefer_large(view.data, (size_t)(tensor_view_numel(&view) * dtype_nbytes(view.dtype)));
+    tensor_prefer_large_pages(&view);
     Py_RETURN_NONE;
 }
 

@@ -2,7 +2,6 @@
 
 #include <string.h>
 
-#include "base/pages.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 #include "torch/trace.h"
@@ -16,11 +15,6 @@ static void count(const struct buffer *buffer, int64_t change) {
     live_nbytes += change;
     if (live_nbytes > peak_nbytes)
         peak_nbytes = live_nbytes;
-}
-
-static void prefer_large_pages(const struct buffer *buffer) {
-    if (buffer->view.device == DEVICE_CPU)
-        pages_prefer_large(buffer->view.data, (size_t)buffer->nbytes);
 }
 
 int64_t buffer_live_nbytes(void) {
@@ -50,7 +44,7 @@ int buffer_init(struct buffer *buffer, int64_t numel, PyObject *dtype, PyObject 
     buffer->nbytes = numel * dtype_nbytes(buffer->view.dtype);
     if (!(buffer->full_nbytes = PyLong_FromLongLong(buffer->nbytes)))
         goto fail;
-    prefer_large_pages(buffer);
+    tensor_prefer_large_pages(&buffer->view);
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
     Py_DECREF(storage);
@@ -81,7 +75,7 @@ int buffer_alloc(struct buffer *buffer) {
         return 0;
     if (resize(buffer, buffer->full_nbytes) < 0 || tensor_view_of(buffer->tensor, &buffer->view) < 0)
         return -1;
-    prefer_large_pages(buffer);
+    tensor_prefer_large_pages(&buffer->view);
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
     trace_tensor(buffer->counted ? "alloc" : "alloc_shard", buffer->tensor);

@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "base/pages.h"
 #include "torch/kernel_library.h"
 #include "torch/norm_order.h"
 #include "torch/torch_abi.h"
@@ -284,6 +285,11 @@ bool tensor_view_is_contiguous(const struct tensor_view *view) {
         expected *= view->sizes[d];
     }
     return true;
+}
+
+void tensor_prefer_large_pages(const struct tensor_view *view) {
+    if (view->device == DEVICE_CPU)
+        pages_prefer_large(view->data, (size_t)(tensor_view_numel(view) * dtype_nbytes(view->dtype)));
 }
 
 const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view) {

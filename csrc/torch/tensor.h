@@ -17,6 +17,9 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view);
 int64_t tensor_view_numel(const struct tensor_view *view);
 bool tensor_view_is_contiguous(const struct tensor_view *view);
 
+/* See pages_prefer_large; nothing to do off the CPU, nor for a dtype that kernels do not know. */
+void tensor_prefer_large_pages(const struct tensor_view *view);
+
 /* The stream on which kernels for this device run now: CPU threads by torch_parallel_for, or the current CUDA stream. */
 const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view);
 

@@ -1,0 +1,42 @@
+"""Large pages under large tensors: a hint to the system, given for whole pages alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_c import _C
+
+MAPS = Path("/proc/self/smaps")
+SUPPORT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+LARGE_PAGE_NBYTES = 2 * 2**20
+
+pytestmark = pytest.mark.skipif(not (MAPS.exists() and SUPPORT.exists()), reason="the system has no such pages")
+
+
+def wants_large_pages(address: int) -> bool:
+    """Whether the mapping that holds ``address`` was advised so."""
+    for mapping in re.split(r"(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", MAPS.read_text())[1:]:
+        start, end = (int(one, 16) for one in mapping.split(" ", 1)[0].split("-"))
+        if start <= address < end:
+            return " hg" in mapping.rpartition("VmFlags:")[2]
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+def test_pages_inside_a_large_tensor_are_asked_for_and_no_others() -> None:
+    tensor = torch.empty(48 * 2**20, dtype=torch.uint8).view(torch.float32)
+    middle, last = tensor.data_ptr() + tensor.nbytes // 2, tensor.data_ptr() + tensor.nbytes - 1
+    assert not wants_large_pages(middle)
+    _C.prefer_large_pages(tensor)
+    assert wants_large_pages(middle)
+    assert wants_large_pages(last) == (last // LARGE_PAGE_NBYTES * LARGE_PAGE_NBYTES + LARGE_PAGE_NBYTES - 1 == last)
+
+
+def test_nothing_is_asked_for_a_small_tensor() -> None:
+    kept = torch.empty(48 * 2**20, dtype=torch.uint8)
+    small = kept[: 2**20].view(torch.float32)
+    _C.prefer_large_pages(small)
+    assert not wants_large_pages(small.data_ptr() + small.nbytes // 2)
