@@ -106,7 +106,8 @@ static int form_init(struct handle *handle, struct form *form) {
 
 /* Its storage goes with it, but not before its last use. */
 static void drop_form(struct handle *handle, struct form *form) {
-    if (handle->retirement && retirement_forget(handle->retirement, &form->full) < 0)
+    if (retirement_forget(handle->retirement, &form->full) < 0 ||
+        retirement_forget(handle->input_retirement, &form->low_precision_shard) < 0)
         PyErr_WriteUnraisable(handle->name);
     form_fini(form);
 }

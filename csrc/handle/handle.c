@@ -152,6 +152,8 @@ static void fini_lazy(struct handle *handle) {
     Py_CLEAR(handle->orig_dtype);
     handle_fini_forms(handle);
     Py_CLEAR(handle->shard_like.tensor);
+    if (retirement_forget(handle->input_retirement, &handle->device_shard) < 0)
+        PyErr_WriteUnraisable(handle->name);
     buffer_fini(&handle->device_shard);
     PyMem_Free(handle->sources);
     PyMem_Free(handle->shard_pieces);

@@ -162,17 +162,20 @@ struct handle {
     struct tensor_like shard_like;      /* how the shard looks on the device that computes */
     struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
     const struct kernel_table *kernels; /* of that device */
-    struct buffer device_shard;         /* only with offload; allocated while it is gathered from */
+    struct buffer device_shard;         /* only with offload; allocated while it is gathered or cast from */
     struct form forms[PRECISIONS];
-    struct form *form;             /* borrowed; the one in use; written by form.c */
-    PyObject *wrapped_views;       /* owned; what wrap_views made of the form's views, with history; or NULL */
-    struct retirement *retirement; /* borrowed from the root; NULL without streams: storage is freed at once */
-    struct pool *pool;             /* borrowed from the root; where storage is taken from, or NULL */
-    struct pack_source *sources;   /* owned scratch: one per parameter, offsets and strides filled once */
-    PyObject *shard_sizes;         /* owned; list of the sizes of the shard's pieces, for one split */
-    int64_t *shard_pieces;         /* owned; per parameter the index of its piece, or -1 */
-    PyObject *unshard_work;        /* owned; the all-gather in flight */
-    int64_t unheld_turn;           /* the parameter outside the shard that was looked at last */
+    struct form *form;       /* borrowed; the one in use; written by form.c */
+    PyObject *wrapped_views; /* owned; what wrap_views made of the form's views, with history; or NULL */
+    /* borrowed from the root; NULL without streams: memory is freed at once. Of the unsharded parameters; of what they are
+     * gathered from, where that is not the shard itself */
+    struct retirement *retirement, *input_retirement;
+    struct pool *pool;           /* borrowed from the root; where storage is taken from, or NULL */
+    struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
+    PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
+    int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
+    bool input_ready;            /* what the next gather reads was made ahead of it */
+    PyObject *unshard_work;      /* owned; the all-gather in flight */
+    int64_t unheld_turn;         /* the parameter outside the shard that was looked at last */
 
     /* inside summon_full_params */
     PyObject *summon_full; /* owned; the full flat parameter shown, NULL outside and when hidden */
@@ -222,8 +225,13 @@ void handle_fini_forms(struct handle *handle);
 /* unshard.c */
 int handle_init_shard(struct handle *handle); /* dtypes and the shard; enough to show sharded parameters */
 int handle_lazy_init(struct handle *handle);  /* storage, views and dtypes, after the flat parameter as it is now */
+/* What a gather does before it, for a caller who wants that on another stream: the user's changes are taken over, and the shard
+ * is brought to the device and cast. A no-op unless SHARDED. */
+int handle_pre_unshard(struct handle *handle);
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
-int handle_unshard_wait(struct handle *handle);    /* the unsharded parameter is there; a no-op unless UNSHARDING */
+/* What the all-gather reads, where that is not the shard itself; NULL where it is. */
+struct buffer *handle_gather_input(struct handle *handle);
+int handle_unshard_wait(struct handle *handle); /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int handle_reshard(struct handle *handle, bool free_storage);
 int handle_alloc_unsharded(
     struct handle *handle); /* the storage alone, for a caller who gathers in steps; SHARDED stays */
@@ -282,6 +290,9 @@ int handle_prepare_gradient(
 int handle_pack(struct handle *handle); /* what was received, and what no_sync left, becomes the reduction's input */
 int handle_reduce_enqueue(struct handle *handle);       /* start the reduction of what was packed */
 int handle_reduce_finish(struct handle *handle);        /* wait, post-divide, accumulate into saved_shard */
+bool handle_reduces_twice(const struct handle *handle); /* in its shard group, and then over the replicas */
+/* After that: the reduction's output, for the caller to let go of; NULL where it is kept as the gradient. */
+PyObject *handle_take_reduce_output(struct handle *handle);
 void handle_reduce_release(struct handle *handle);      /* after that: the reduction's input and output */
 int handle_accumulate_unsharded(struct handle *handle); /* no_sync: add what was received, and show it as .grad */
 int handle_hand_over(struct handle *handle);            /* saved_shard becomes .grad */

@@ -108,6 +108,10 @@ static int enqueue_download(struct handle *handle) {
     return done ? 0 : -1;
 }
 
+bool handle_reduces_twice(const struct handle *handle) {
+    return handle->sharded && handle->replicate_group.group;
+}
+
 int handle_reduce_finish(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject *work = gradients->work;
@@ -115,7 +119,7 @@ int handle_reduce_finish(struct handle *handle) {
         return 0;
     gradients->work = NULL;
     int result = collective_wait(work);
-    if (!result && handle->sharded && handle->replicate_group.group) {
+    if (!result && handle_reduces_twice(handle)) {
         work = collective_all_reduce(&handle->replicate_group, gradients->reduce_output);
         result = work ? collective_wait(work) : -1;
     }
@@ -126,6 +130,15 @@ int handle_reduce_finish(struct handle *handle) {
     if (result < 0)
         handle_reduce_release(handle);
     return result;
+}
+
+PyObject *handle_take_reduce_output(struct handle *handle) {
+    struct gradients *gradients = &handle->gradients;
+    PyObject *output = gradients->reduce_output;
+    gradients->reduce_output = NULL;
+    if (output == gradients->saved_shard)
+        Py_CLEAR(output);
+    return output;
 }
 
 void handle_reduce_release(struct handle *handle) {

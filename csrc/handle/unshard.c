@@ -64,6 +64,8 @@ static int init_compute_device(struct handle *handle) {
     handle->kernels = is_fake ? &no_kernels : kernels_of(handle->compute_view.device, &why);
     if (!handle->kernels)
         return refuse_device(handle, why);
+    if (retirement_forget(handle->input_retirement, &handle->device_shard) < 0)
+        return -1;
     buffer_fini(&handle->device_shard);
     if (!handle->offload)
         return 0;
@@ -157,12 +159,21 @@ int handle_lazy_init(struct handle *handle) {
 
 /* ---- unshard ---- */
 
+/* Anew on the stream that is current, to which it belongs from then on. */
+static int alloc_input(struct handle *handle, struct buffer *input) {
+    return retirement_forget(handle->input_retirement, input) < 0 ? -1 : buffer_alloc(input);
+}
+
+static int free_input(struct handle *handle, struct buffer *input) {
+    return retirement_forget(handle->input_retirement, input) < 0 ? -1 : buffer_free(input);
+}
+
 /* device_shard = the shard. Nobody waits where the shard's memory is pinned. */
 static int enqueue_upload(struct handle *handle) {
     struct buffer *shard = &handle->device_shard;
     if (!handle->offload)
         return 0;
-    if (buffer_alloc(shard) < 0)
+    if (alloc_input(handle, shard) < 0)
         return -1;
     trace_read(handle->local_shard);
     trace_write(shard->tensor);
@@ -193,16 +204,26 @@ int handle_wait_in_stream(const struct handle *handle, PyObject **work) {
     return 0;
 }
 
+struct buffer *handle_gather_input(struct handle *handle) {
+    if (handle->sharded && handle->form->low_precision)
+        return &handle->form->low_precision_shard;
+    return handle->offload ? &handle->device_shard : NULL;
+}
+
+/* What was brought to the device in order to be cast is not wanted any longer. */
+static int cast_input(struct handle *handle) {
+    struct buffer *shard = &handle->form->low_precision_shard;
+    if (!handle->sharded || !handle->form->low_precision)
+        return 0;
+    if (alloc_input(handle, shard) < 0 || cast_shard(handle, shard) < 0)
+        return -1;
+    return buffer_free(&handle->device_shard);
+}
+
 static int enqueue_gather(struct handle *handle) {
-    PyObject *input = handle->offload ? handle->device_shard.tensor : handle->local_shard;
-    if (handle->form->low_precision) {
-        input = handle->form->low_precision_shard.tensor;
-        if (buffer_alloc(&handle->form->low_precision_shard) < 0)
-            return -1;
-        if (cast_shard(handle, &handle->form->low_precision_shard) < 0)
-            return -1;
-    }
-    ref_set(&handle->unshard_work, collective_all_gather(&handle->shard_group, handle->form->full.tensor, input));
+    struct buffer *input = handle_gather_input(handle);
+    ref_set(&handle->unshard_work, collective_all_gather(&handle->shard_group, handle->form->full.tensor,
+                                                         input ? input->tensor : handle->local_shard));
     return handle->unshard_work ? handle_wait_in_stream(handle, &handle->unshard_work) : -1;
 }
 
@@ -210,11 +231,12 @@ static int enqueue_gather(struct handle *handle) {
 void handle_free_unshard(struct handle *handle) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    handle->input_ready = false;
     if (!handle->form->is_local)
         buffer_free(&handle->form->full);
     if (handle->form->low_precision_shard.tensor)
-        buffer_free(&handle->form->low_precision_shard);
-    buffer_free(&handle->device_shard);
+        free_input(handle, &handle->form->low_precision_shard);
+    free_input(handle, &handle->device_shard);
     PyErr_Restore(type, value, traceback);
 }
 
@@ -253,29 +275,43 @@ int handle_alloc_unsharded(struct handle *handle) {
     return handle->form->is_local ? 0 : alloc_full(handle);
 }
 
-int handle_unshard_enqueue(struct handle *handle) {
-    if (handle->param_state != PARAM_SHARDED)
+int handle_pre_unshard(struct handle *handle) {
+    if (handle->param_state != PARAM_SHARDED || handle->input_ready)
         return 0;
     if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
-    if (!handle->form->is_local) {
-        if (alloc_full(handle) < 0)
-            return -1;
-        int failed = enqueue_upload(handle);
-        if (!failed)
-            failed = handle->sharded ? enqueue_gather(handle) : cast_shard(handle, &handle->form->full);
-        if (failed)
-            return free_after_failure(handle);
-    }
+    if (enqueue_upload(handle) < 0 || cast_input(handle) < 0)
+        return free_after_failure(handle);
+    handle->input_ready = true;
+    return 0;
+}
+
+static int enqueue_unshard(struct handle *handle) {
+    if (handle->form->is_local)
+        return 0;
+    if (alloc_full(handle) < 0)
+        return -1;
+    return handle->sharded ? enqueue_gather(handle) : cast_shard(handle, &handle->form->full);
+}
+
+int handle_unshard_enqueue(struct handle *handle) {
+    if (handle->param_state != PARAM_SHARDED)
+        return 0;
+    if (handle_pre_unshard(handle) < 0)
+        return -1;
+    handle->input_ready = false;
+    if (enqueue_unshard(handle) < 0)
+        return free_after_failure(handle);
     return handle_set_param_state(handle, PARAM_UNSHARDING);
 }
 
 static int wait_for_gather(struct handle *handle) {
     PyObject *work = handle->unshard_work;
+    struct buffer *input = handle_gather_input(handle);
     handle->unshard_work = NULL;
-    if ((work && collective_wait(work) < 0) || buffer_free(&handle->device_shard) < 0)
+    if (work && collective_wait(work) < 0)
         return -1;
-    return handle->form->low_precision_shard.tensor ? buffer_free(&handle->form->low_precision_shard) : 0;
+    return !input || retirement_holds(handle->input_retirement, input) ? 0 : buffer_free(input);
 }
 
 static int abandon_unshard(struct handle *handle) {

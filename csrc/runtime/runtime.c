@@ -20,7 +20,8 @@ static int bind_unit(struct runtime *runtime, struct unit *unit, bool is_root) {
 }
 
 static void share(struct schedule *schedule, struct handle *handle) {
-    handle->retirement = schedule ? &schedule->retirement : NULL;
+    handle->retirement = schedule ? &schedule->unsharded : NULL;
+    handle->input_retirement = schedule ? &schedule->inputs : NULL;
     handle->pool = schedule ? &schedule->pool : NULL;
 }
 
@@ -68,7 +69,6 @@ static void unbind_units(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         stream_event_destroy(&runtime->schedule.streams, &unit->gathered);
-        stream_event_destroy(&runtime->schedule.streams, &unit->reduced);
         if (unit->handle)
             share(NULL, unit->handle);
         unit->runtime = NULL;
@@ -174,7 +174,8 @@ int runtime_queue_final_callback(struct runtime *runtime) {
 
 /* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
 static int step_in_backward(struct unit *unit) {
-    if (unit->handle->offload && schedule_synchronize(&unit->runtime->schedule) < 0)
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->offload && schedule_synchronize(schedule) < 0))
         return -1;
     if (handle_hand_over(unit->handle) < 0)
         return -1;
@@ -243,6 +244,8 @@ static int finalise_units(struct runtime *runtime) {
         if (reduce_left_over(runtime, runtime->units[i]) < 0)
             return -1;
     bool offload = false;
+    if (schedule_wait_reduced(&runtime->schedule) < 0)
+        return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (unit->handle && reshard_at_the_end(unit) < 0)

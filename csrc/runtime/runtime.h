@@ -59,7 +59,7 @@ struct unit {
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t ledger_index;           /* of its name in the ledger, -1: none */
-    stream_event gathered, reduced; /* owned; ends of this unit's last all-gather and reduction */
+    stream_event gathered;          /* owned; end of this unit's last all-gather */
 };
 
 struct unit_spec {

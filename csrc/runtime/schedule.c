@@ -5,19 +5,24 @@
 #include "torch/profile.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
-    schedule->retirement.streams = &schedule->streams;
+    schedule->unsharded =
+        (struct retirement){.streams = &schedule->streams, .owner = STREAM_UNSHARD, .user = STREAM_COMPUTE};
+    schedule->inputs =
+        (struct retirement){.streams = &schedule->streams, .owner = STREAM_PRE_UNSHARD, .user = STREAM_UNSHARD};
     return streams_init(&schedule->streams, device) < 0 ? -1 : pool_init(&schedule->pool, device);
 }
 
 void schedule_fini(struct schedule *schedule) {
-    if (schedule->retirement.streams)
-        retirement_fini(&schedule->retirement);
-    stream_event_destroy(&schedule->streams, &schedule->step_begin);
-    stream_event_destroy(&schedule->streams, &schedule->joined);
-    stream_event_destroy(&schedule->streams, &schedule->packed);
+    struct streams *streams = &schedule->streams;
+    stream_event *events[] = {&schedule->step_begin,         &schedule->input_made,     &schedule->packed,
+                              &schedule->scattered,          &schedule->reduced,        &schedule->joined,
+                              &schedule->unsharded.last_use, &schedule->inputs.last_use};
+    for (size_t i = 0; i < sizeof events / sizeof *events; i++)
+        stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
-        stream_event_destroy(&schedule->streams, &schedule->limiter[i]);
-    streams_fini(&schedule->streams);
+        stream_event_destroy(streams, &schedule->limiter[i]);
+    Py_CLEAR(schedule->scattered_output);
+    streams_fini(streams);
     pool_fini(&schedule->pool);
 }
 
@@ -98,6 +103,8 @@ int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     if (stream_follow(streams) < 0 || stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
         return -1;
+    if (stream_wait(streams, STREAM_PRE_UNSHARD, schedule->step_begin) < 0)
+        return -1;
     return stream_wait(streams, STREAM_UNSHARD, schedule->step_begin);
 }
 
@@ -156,14 +163,44 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
 
 /* ---- unshard and reshard ---- */
 
+/* What the gather reads is made beside the gather before it. */
+static int make_input(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct streams *streams = &schedule->streams;
+    if (!streams_are_real(streams) || !handle_gather_input(unit->handle))
+        return 0;
+    if (stream_enter(streams, STREAM_PRE_UNSHARD) < 0)
+        return -1;
+    int result = handle_pre_unshard(unit->handle);
+    if (stream_leave(streams) < 0 || result < 0)
+        return -1;
+    if (stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made) < 0)
+        return -1;
+    return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
+}
+
+static int retire_input(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct buffer *input = handle_gather_input(unit->handle);
+    return input && streams_are_real(&schedule->streams) ? retirement_add(&schedule->inputs, input) : 0;
+}
+
+static int gather(struct unit *unit) {
+    if (replaced[REPLACED_UNSHARD])
+        return replaced_unshard(unit);
+    return handle_unshard_enqueue(unit->handle) < 0 ? -1 : retire_input(unit);
+}
+
 int schedule_unshard(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
     if (unit->handle->param_state != PARAM_SHARDED)
         return handle_check_views(unit->handle);
-    if (limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0)
+    if (limiter_wait(unit) < 0 || (!replaced[REPLACED_UNSHARD] && make_input(unit) < 0))
         return -1;
-    int result = replaced[REPLACED_UNSHARD] ? replaced_unshard(unit) : handle_unshard_enqueue(unit->handle);
+    if (stream_enter(streams, STREAM_UNSHARD) < 0)
+        return -1;
+    int result = gather(unit);
     if (result < 0)
         explain_failure(unit, gather_phase(unit), false);
     else
@@ -204,22 +241,67 @@ int schedule_reduce(struct unit *unit) {
     int result = handle_reduce_enqueue(unit->handle);
     if (result < 0)
         explain_failure(unit, LEDGER_REDUCE, false);
+    else if (handle_reduces_twice(unit->handle))
+        result = stream_record(streams, STREAM_POST_BACKWARD, &schedule->scattered);
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
-int schedule_finish_reduction(struct unit *unit) {
-    struct streams *streams = &unit->runtime->schedule.streams;
-    if (stream_enter(streams, STREAM_POST_BACKWARD) < 0)
+static int finish_on(struct unit *unit, enum stream_role role) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct streams *streams = &schedule->streams;
+    if (stream_enter(streams, role) < 0)
         return -1;
     int result = handle_reduce_finish(unit->handle);
     if (result < 0)
         explain_failure(unit, LEDGER_REDUCE, true);
     else
-        result = stream_record(streams, STREAM_POST_BACKWARD, &unit->reduced);
-    if (stream_leave(streams) < 0 || result < 0 || stream_wait(streams, STREAM_COMPUTE, unit->reduced) < 0)
+        result = stream_record(streams, role, &schedule->reduced);
+    return stream_leave(streams) < 0 ? -1 : result;
+}
+
+/* The memory of the output before goes back to the stream that took it. */
+static int release_scattered_output(struct schedule *schedule) {
+    if (!schedule->scattered_output)
+        return 0;
+    int result = stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->reduced);
+    Py_CLEAR(schedule->scattered_output);
+    return result;
+}
+
+static int finish_hybrid_reduction(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct streams *streams = &schedule->streams;
+    if (release_scattered_output(schedule) < 0 || stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
+        finish_on(unit, STREAM_ALL_REDUCE) < 0)
         return -1;
-    handle_reduce_release(unit->handle);
-    return 0;
+    schedule->reducing = true;
+    schedule->scattered_output = handle_take_reduce_output(unit->handle);
+    return stream_wait(streams, STREAM_COMPUTE, schedule->scattered);
+}
+
+int schedule_finish_reduction(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct streams *streams = &schedule->streams;
+    int result;
+    if (streams_are_real(streams) && handle_reduces_twice(unit->handle)) {
+        result = finish_hybrid_reduction(unit);
+    } else {
+        result = finish_on(unit, STREAM_POST_BACKWARD);
+        if (!result)
+            result = stream_wait(streams, STREAM_COMPUTE, schedule->reduced);
+    }
+    if (!result)
+        handle_reduce_release(unit->handle);
+    return result;
+}
+
+int schedule_wait_reduced(struct schedule *schedule) {
+    if (!schedule->reducing)
+        return 0;
+    schedule->reducing = false;
+    if (stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) < 0)
+        return -1;
+    return release_scattered_output(schedule);
 }
 
 /* ---- ends ---- */
@@ -232,7 +314,10 @@ int schedule_synchronize(struct schedule *schedule) {
 }
 
 int schedule_settle(struct schedule *schedule) {
-    return retirement_settle(&schedule->retirement);
+    int result = schedule_wait_reduced(schedule);
+    if (retirement_settle(&schedule->unsharded) < 0 || retirement_settle(&schedule->inputs) < 0)
+        result = -1;
+    return result;
 }
 
 /* The script may call a backward under another stream than its forward. */
@@ -242,7 +327,7 @@ int schedule_end_backward(struct schedule *schedule) {
 
 int schedule_join(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    for (int role = STREAM_UNSHARD; role < STREAM_ROLES; role++) {
+    for (int role = STREAM_COMPUTE + 1; role < STREAM_ROLES; role++) {
         if (stream_record(streams, (enum stream_role)role, &schedule->joined) < 0 ||
             stream_wait(streams, STREAM_COMPUTE, schedule->joined) < 0)
             return -1;

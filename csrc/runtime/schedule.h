@@ -1,13 +1,20 @@
 /* Which stream does what, and in which order. On the CPU there are no streams, and only the handle's verbs remain.
  *
- *   UNSHARD        ..|wait step_begin| all-gather |gathered|........
- *   COMPUTE        ........................|wait gathered| forward |..|pack|packed|......|wait reduced| release the input
- *   POST_BACKWARD  ....................................................|wait packed| reduce, post-divide |reduced|
+ *   PRE_UNSHARD    |wait step_begin| upload, cast |input_made|
+ *   UNSHARD        |wait step_begin, input_made| all-gather |gathered|
+ *   COMPUTE        |wait gathered| forward ... |pack|packed| ... |wait reduced| release the input
+ *   POST_BACKWARD  |wait packed| reduce, post-divide |reduced|
  *
- * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: a
- * gathered unit's storage is held until the unshard stream waits for its last use (retirement.h); a reduction's input is
- * released when the compute stream waits for the reduction; what a side stream allocated is freed by anybody, as it is taken
- * again on that stream alone, which waits for step_begin or packed first. */
+ * The first and the second half of a hybrid strategy's reduction pass each other:
+ *
+ *   POST_BACKWARD  |wait packed| reduce-scatter |scattered|
+ *   ALL_REDUCE     |wait scattered| all-reduce, post-divide |reduced|
+ *   COMPUTE        |wait scattered| release the input ... |wait reduced| at the end
+ *
+ * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: what is
+ * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (retirement.h),
+ * and so is the output of a reduce-scatter; a reduction's input is released when the compute stream waits for it; what a side
+ * stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or packed first. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
@@ -21,9 +28,10 @@ enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
 struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
-    stream_event packed;     /* owned */
-    stream_event joined;     /* owned */
-    struct retirement retirement;
+    stream_event input_made, packed, scattered, reduced, joined; /* owned; the last of each */
+    struct retirement unsharded, inputs;                         /* of gathers */
+    bool reducing;                                               /* the compute stream has not waited for `reduced` */
+    PyObject *scattered_output; /* owned; what the all-reduce before `reduced` was of, unless it is kept; or NULL */
     struct pool pool;
     bool reserved;                       /* the pool holds what the steps will want */
     stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */
@@ -44,8 +52,9 @@ int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it 
 int schedule_reshard(struct unit *unit, bool free_storage);
 int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);
-int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
-int schedule_settle(struct schedule *schedule);      /* the step is over: no storage is held back */
+int schedule_wait_reduced(struct schedule *schedule); /* computation waits for all that was finished */
+int schedule_synchronize(struct schedule *schedule);  /* the host waits for all computation enqueued */
+int schedule_settle(struct schedule *schedule);       /* the step is over: no storage is held back */
 int schedule_end_backward(
     struct schedule *schedule);               /* the same, and the stream that waits for the backward sees it all */
 int schedule_join(struct schedule *schedule); /* after an exception: computation comes after whatever was enqueued */

@@ -1,8 +1,8 @@
 #include "torch/retirement.h"
 
-/* What the unshard stream does from now on comes after the last use. */
+/* What the owner does from now on comes after the last use. */
 static int wait_for_last_use(struct retirement *retirement) {
-    return stream_wait(retirement->streams, STREAM_UNSHARD, retirement->last_use);
+    return stream_wait(retirement->streams, retirement->owner, retirement->last_use);
 }
 
 int retirement_settle(struct retirement *retirement) {
@@ -19,7 +19,7 @@ int retirement_add(struct retirement *retirement, struct buffer *buffer) {
     if (retirement->held != buffer && retirement_settle(retirement) < 0)
         return -1;
     retirement->held = buffer;
-    return stream_record(retirement->streams, STREAM_COMPUTE, &retirement->last_use);
+    return stream_record(retirement->streams, retirement->user, &retirement->last_use);
 }
 
 int retirement_take_back(struct retirement *retirement, const struct buffer *buffer) {
@@ -30,9 +30,5 @@ int retirement_take_back(struct retirement *retirement, const struct buffer *buf
 }
 
 int retirement_forget(struct retirement *retirement, const struct buffer *buffer) {
-    return retirement->held == buffer ? retirement_settle(retirement) : 0;
-}
-
-void retirement_fini(struct retirement *retirement) {
-    stream_event_destroy(retirement->streams, &retirement->last_use);
+    return retirement_holds(retirement, buffer) ? retirement_settle(retirement) : 0;
 }

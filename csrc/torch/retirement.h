@@ -1,10 +1,11 @@
-/* One buffer whose last use is enqueued and may not have run yet: its memory is held back until that is settled.
+/* One buffer whose last use is enqueued on one stream and may not have run yet: its memory is held back until the stream that took
+ * it, and takes it again, waits for that use.
  *
  *   COMPUTE   | forward(i-1) |last use| forward(i) |last use|
  *   UNSHARD          gather(i)        |wait for i-1| gather(i+1), into the memory of i-1
  *
- * Invariant: memory goes back to the allocator only once the unshard stream, which takes it again, waits for its last use. One
- * buffer is held: with none, gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. */
+ * Invariant: memory goes back to the allocator only once its owner waits for its last use. One buffer is held: with none,
+ * gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. */
 #ifndef FSDP_TORCH_RETIREMENT_H
 #define FSDP_TORCH_RETIREMENT_H
 
@@ -13,8 +14,10 @@
 
 struct retirement {
     struct streams *streams; /* borrowed */
+    enum stream_role owner;  /* took the memory */
+    enum stream_role user;   /* uses it last */
     struct buffer *held;     /* borrowed, or NULL; forgotten before it ends */
-    stream_event last_use;   /* owned; of what is held, on the compute stream */
+    stream_event last_use;   /* of what is held; destroyed with the streams */
 };
 
 /* Free what was held before, and hold `buffer` from now on. 0 or -1. */
@@ -23,8 +26,11 @@ int retirement_add(struct retirement *retirement, struct buffer *buffer);
 int retirement_settle(struct retirement *retirement);
 /* `buffer` is wanted again: its memory is handed over as it is, if it is the one held. 0 or -1. */
 int retirement_take_back(struct retirement *retirement, const struct buffer *buffer);
-/* `buffer` ends: its memory goes, if it is the one held. 0 or -1. */
+/* `buffer` ends, or is to be taken anew: its memory goes, if it is the one held; without a retirement nothing is. 0 or -1. */
 int retirement_forget(struct retirement *retirement, const struct buffer *buffer);
-void retirement_fini(struct retirement *retirement); /* after retirement_settle */
+
+static inline bool retirement_holds(const struct retirement *retirement, const struct buffer *buffer) {
+    return retirement && retirement->held == buffer;
+}
 
 #endif

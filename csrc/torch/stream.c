@@ -224,7 +224,7 @@ static int cuda_init(struct streams *streams, PyObject *device) {
     streams->device = Py_NewRef(device);
     if (!result)
         result = (streams->set_stream = PyObject_GetAttrString(streams->cuda, "set_stream")) ? 0 : -1;
-    for (int role = STREAM_UNSHARD; !result && role < STREAM_ROLES; role++)
+    for (int role = STREAM_COMPUTE + 1; !result && role < STREAM_ROLES; role++)
         result =
             adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(streams->cuda, "Stream", "O", device));
     if (!result)

@@ -13,6 +13,7 @@
 
 enum stream_role {
     STREAM_COMPUTE, /* the stream that is current outside of stream_enter and stream_leave: of the script, or of a hook */
+    STREAM_PRE_UNSHARD, /* what a gather reads: the shard brought to the device, or cast */
     STREAM_UNSHARD,
     STREAM_POST_BACKWARD,
     STREAM_ALL_REDUCE, /* the second half of a hybrid reduction */

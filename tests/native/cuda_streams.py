@@ -10,7 +10,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-COMPUTE, UNSHARD, POST_BACKWARD = 0, 1, 2
+COMPUTE, PRE_UNSHARD, UNSHARD = 0, 1, 2
 
 
 class Cuda(ModuleType):
@@ -99,12 +99,12 @@ def the_default_stream_is_left_and_come_back_to(folder: str) -> None:
     """Its handle is NULL, which must not be taken for none."""
     library, driver, cuda = started(folder, 0, 0)
     cuda.said.clear()
-    for role in (UNSHARD, POST_BACKWARD):
+    for role in (PRE_UNSHARD, UNSHARD):
         library.enter(role)
         library.leave()
     assert cuda.said == [("set_stream", 101), ("set_stream", 0), ("set_stream", 102), ("set_stream", 0)], cuda.said
     library.record(COMPUTE, 0)
-    library.wait_for(UNSHARD, 0)
+    library.wait_for(PRE_UNSHARD, 0)
     library.record(COMPUTE, 0)
     library.synchronize(0)
     assert calls(driver) == [
@@ -119,12 +119,12 @@ def the_default_stream_is_left_and_come_back_to(folder: str) -> None:
 
 def another_current_device_stays_and_is_not_used(folder: str) -> None:
     library, driver, cuda = started(folder, 1, 0)
-    library.enter(UNSHARD)
+    library.enter(PRE_UNSHARD)
     assert cuda.now == 1
     library.leave()
     assert cuda.now == 0
     library.record(COMPUTE, 0)
-    library.wait_for(UNSHARD, 0)
+    library.wait_for(PRE_UNSHARD, 0)
     library.synchronize(0)
     assert {call.rpartition(" ")[2] for call in calls(driver)} == {"2"}  # of device 1
     assert driver.pushed_contexts() == 0
@@ -139,7 +139,7 @@ def a_thread_without_context_gets_none_of_another_device(folder: str) -> None:
     library.record(COMPUTE, 0)
     assert calls(driver)[-1].endswith("context 2")
     driver.set_context(ctypes.c_size_t(0))
-    library.enter(UNSHARD)
+    library.enter(PRE_UNSHARD)
     library.leave()
     assert cuda.now == 1
     library.finish()
@@ -155,7 +155,7 @@ def a_step_under_another_stream_comes_after_the_one_before(folder: str) -> None:
     first, *rest = calls(driver)
     assert first.startswith("create")
     assert [call.split(" context")[0] for call in rest] == ["record event 1 stream 0", "wait event 1 stream 150"], rest
-    library.enter(UNSHARD)
+    library.enter(PRE_UNSHARD)
     library.leave()
     assert cuda.current.cuda_stream == 150
     library.finish()
@@ -173,7 +173,7 @@ def a_hook_under_another_stream_is_that_streams(folder: str) -> None:
         "create event 2 stream 0",
         "record event 2 stream 150",
     ]
-    library.enter(UNSHARD)
+    library.enter(PRE_UNSHARD)
     library.record(COMPUTE, 0)
     library.leave()
     assert [call.split(" context")[0] for call in calls(driver)] == ["record event 2 stream 150"]
@@ -205,7 +205,7 @@ def the_pool_is_entered_and_left(folder: str) -> None:
 def an_error_on_a_side_stream_stays_and_the_stream_is_left(folder: str) -> None:
     library, _, cuda = started(folder, 1, 0)
     try:
-        library.fail_on(UNSHARD)
+        library.fail_on(PRE_UNSHARD)
     except TimeoutError:
         assert (cuda.current.cuda_stream, cuda.now) == (0, 0)
         library.finish()
@@ -219,7 +219,7 @@ def a_torch_that_refuses_is_told(folder: str) -> None:
     library.finish()
     library.start(SimpleNamespace(type="cuda", index=0))
     try:
-        library.enter(UNSHARD)
+        library.enter(PRE_UNSHARD)
     except ZeroDivisionError:
         return
     raise AssertionError("an exception of torch was swallowed")

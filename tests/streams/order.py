@@ -23,10 +23,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-HOST, COMPUTE, UNSHARD, POST_BACKWARD, ALL_REDUCE = -1, 0, 1, 2, 3
+HOST, COMPUTE, PRE_UNSHARD, UNSHARD, POST_BACKWARD, ALL_REDUCE = range(-1, 5)
 STREAMS = {
     HOST: "host",
     COMPUTE: "compute",
+    PRE_UNSHARD: "pre-unshard",
     UNSHARD: "unshard",
     POST_BACKWARD: "post-backward",
     ALL_REDUCE: "all-reduce",
@@ -61,13 +62,13 @@ def without(trace: Sequence[Entry], place: int) -> list[Entry]:
     return [*trace[:place], *trace[place + 1 :]]
 
 
-def lags(trace: Iterable[Entry]) -> Iterator[tuple[int, str, int]]:
-    """For each access off the compute stream: (stream, what, pieces of computation that it need not wait for)."""
+def lags(trace: Iterable[Entry], stream: int, beside: int) -> Iterator[int]:
+    """For each access on a stream: how much of another stream's work, enqueued before it, it need not wait for."""
     replay = _Replay()
     for entry in trace:
         list(replay.run([entry]))
-        if entry[0] in ("read", "write") and entry[1] not in (HOST, COMPUTE):
-            yield entry[1], entry[3], replay.clocks[COMPUTE][COMPUTE] - replay.clocks[entry[1]][COMPUTE]
+        if entry[0] in ("read", "write") and entry[1] == stream:
+            yield replay.clocks[beside][beside] - replay.clocks[stream][beside]
 
 
 class _Replay:

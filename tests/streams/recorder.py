@@ -82,6 +82,12 @@ class Recorder:
             block in self._host or not block for block in blocks
         )
 
+    def end_copy(self, tensors: list[Tensor]) -> None:
+        """The host waits for a copy between its memory and the device's."""
+        if len({self._blocks.get(self._key(tensor)) in self._host for tensor in tensors}) == 2:
+            self._count += 1
+            self.trace += [("record", self.role, -self._count), ("synchronize", -self._count)]
+
     @contextlib.contextmanager
     def on_host(self, is_on_host: bool) -> Iterator[None]:
         """What is told in the body is the host's, if so."""
@@ -135,17 +141,19 @@ class Computation(TorchDispatchMode):
         schema = func._schema
         if func.namespace in _TOLD_BY_THE_RUNTIME or _is_view(schema) or schema.name.startswith("aten::empty"):
             return func(*args, **kwargs)
-        with self.recorder.on_host(self.recorder.is_on_host(_tensors((args, kwargs)))):
+        tensors = _tensors((args, kwargs))
+        with self.recorder.on_host(self.recorder.is_on_host(tensors)):
             self._tell_arguments(schema, args, kwargs)
             result = func(*args, **kwargs)
             self._tell_results(schema, result if isinstance(result, tuple) else (result,))
+        if schema.name == "aten::copy_" and not _argument(schema, args, kwargs, "non_blocking"):
+            self.recorder.end_copy(tensors)
         return result
 
     def _tell_arguments(self, schema: Any, args: Any, kwargs: Any) -> None:
-        values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
         for argument in schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(values.get(argument.name)):
+            for tensor in _tensors(_argument(schema, args, kwargs, argument.name)):
                 self.recorder._access("write" if written else "read", tensor, schema.name)
 
     def _tell_results(self, schema: Any, results: tuple[Any, ...]) -> None:
@@ -153,6 +161,10 @@ class Computation(TorchDispatchMode):
             for tensor in _tensors(value) if returned.alias_info is None else ():
                 self.recorder._new(tensor, schema.name)
                 self.recorder._write(tensor, schema.name)
+
+
+def _argument(schema: Any, args: Any, kwargs: Any, name: str) -> Any:
+    return dict(zip((argument.name for argument in schema.arguments), args, strict=False)).get(name, kwargs.get(name))
 
 
 def _is_view(schema: Any) -> bool:

@@ -21,7 +21,19 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
 from tests.storage import live_nbytes
-from tests.streams.order import COMPUTE, HOST, POST_BACKWARD, UNSHARD, Entry, lags, unordered, waits, without
+from tests.streams.order import (
+    ALL_REDUCE,
+    COMPUTE,
+    HOST,
+    POST_BACKWARD,
+    PRE_UNSHARD,
+    UNSHARD,
+    Entry,
+    lags,
+    unordered,
+    waits,
+    without,
+)
 from tests.streams.pools import taken
 from tests.streams.recorder import GRADIENTS, OURS, UNSHARDED, Recorder, recording
 
@@ -210,6 +222,14 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "hook": (reduce_by_hook, {}),
     "bf16 hook": (reduce_in_bf16, {}),
     "offload": (accumulate, {"cpu_offload": CPUOffload(True), "limit_all_gathers": False}),
+    "offload, no limit, forward prefetch": (
+        plain,
+        {"cpu_offload": CPUOffload(True), "limit_all_gathers": False, "forward_prefetch": True},
+    ),
+    "offload, look at parameters, bf16": (
+        look_at_parameters,
+        {"cpu_offload": CPUOffload(True), "mixed_precision": BF16, "limit_all_gathers": False},
+    ),
     "offload, SHARD_GRAD_OP, bf16": (
         plain,
         {"cpu_offload": CPUOffload(True), "strategy": "SHARD_GRAD_OP", "mixed_precision": BF16},
@@ -243,11 +263,16 @@ def test_every_access_of_a_step_is_ordered(rank: int, world_size: int, name: str
     assert_ordered(recorder.trace)
 
 
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@on_ranks(4)
-def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, strategy: str) -> None:
+def record_hybrid(rank: int, name: str, strategy: str = "HYBRID_SHARD") -> Recorder:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    assert_ordered(record(rank, "accumulate", strategy=strategy, device_mesh=mesh).trace)
+    return record(rank, name, strategy=strategy, device_mesh=mesh)
+
+
+@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("name", ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload"])
+@on_ranks(4)
+def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, name: str, strategy: str) -> None:
+    assert_ordered(record_hybrid(rank, name, strategy).trace)
 
 
 # ---- memory
@@ -333,15 +358,39 @@ def is_needed(trace: list[Entry], place: int) -> bool:
     return next((entry[0] != "wait" for entry in following if entry[1] == stream), False)
 
 
-@pytest.mark.parametrize("name", ["no limit", "no limit, forward prefetch, bf16"])
-@on_ranks(2)
-def test_each_wait_that_is_dropped_is_reported(rank: int, world_size: int, name: str) -> None:
-    trace = record(rank, name).trace
+# Which stream reads what the script wrote before a step: it waits for the step's beginning, the others do so beside it.
+READERS = {
+    "no limit": UNSHARD,
+    "no limit, forward prefetch, bf16": PRE_UNSHARD,
+    "offload, no limit, forward prefetch": HOST,
+}
+
+
+def assert_each_wait_is_needed(trace: list[Entry], name: str) -> set[int]:
+    """Returns the streams that wait."""
+    begin = next(entry[2] for entry in trace if entry[0] == "record")
     needed = [place for place in waits(trace) if is_needed(trace, place)]
-    assert {trace[place][1] for place in needed} == {COMPUTE, UNSHARD, POST_BACKWARD}
+    needed = [place for place in needed if trace[place][2] != begin or trace[place][1] == READERS[name]]
     unnoticed = [place for place in needed if not unordered(without(trace, place))]
     assert not unnoticed, [(place, trace[place]) for place in unnoticed]
     assert len(needed) > 10 * STEPS
+    return {trace[place][1] for place in needed}
+
+
+@pytest.mark.parametrize("name", READERS)
+@on_ranks(2)
+def test_each_wait_that_is_dropped_is_reported(rank: int, world_size: int, name: str) -> None:
+    streams = assert_each_wait_is_needed(record(rank, name).trace, name)
+    with_input = READERS[name] != UNSHARD
+    assert streams == {COMPUTE, UNSHARD, POST_BACKWARD} | ({PRE_UNSHARD} if with_input else set())
+
+
+@pytest.mark.parametrize("name", ["no limit", "no limit, forward prefetch, bf16"])
+@on_ranks(4)
+def test_each_wait_of_a_hybrid_step_that_is_dropped_is_reported(rank: int, world_size: int, name: str) -> None:
+    trace = record_hybrid(rank, name).trace
+    if rank == 0:
+        assert assert_each_wait_is_needed(trace, name) >= {COMPUTE, UNSHARD, POST_BACKWARD, ALL_REDUCE}
 
 
 @on_ranks(2)
@@ -387,8 +436,24 @@ def test_a_record_that_comes_too_early_is_reported(rank: int, world_size: int) -
 @on_ranks(2)
 def test_gathers_run_beside_the_computation_before_them(rank: int, world_size: int) -> None:
     """Waits are no more than is needed: a unit's gather does not wait for the forward of the one before it."""
-    behind = [lag for stream, what, lag in lags(record(rank, "no limit").trace) if stream == UNSHARD]
+    behind = list(lags(record(rank, "no limit").trace, UNSHARD, COMPUTE))
     assert sum(lag > 5 for lag in behind) >= STEPS * 3
+
+
+@on_ranks(2)
+def test_what_a_gather_reads_is_made_beside_the_gather_before_it(rank: int, world_size: int) -> None:
+    behind = list(lags(record(rank, "no limit, forward prefetch, bf16").trace, PRE_UNSHARD, UNSHARD))
+    assert sum(lag > 0 for lag in behind) >= STEPS * 3
+
+
+@pytest.mark.parametrize("name", ["FULL_SHARD", "reduce fp32"])
+@on_ranks(4)
+def test_computation_and_reduce_scatters_run_beside_the_all_reduce_before_them(
+    rank: int, world_size: int, name: str
+) -> None:
+    trace = record_hybrid(rank, name).trace
+    assert sum(lag > 0 for lag in lags(trace, POST_BACKWARD, ALL_REDUCE)) >= STEPS * 2
+    assert sum(lag > 0 for lag in lags(trace, COMPUTE, ALL_REDUCE)) >= STEPS * 10
 
 
 # ---- the checker by itself
