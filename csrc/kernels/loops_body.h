@@ -206,8 +206,8 @@ static bool double_unscale(void *tensor, int64_t numel, double factor) {
 enum { SUM_NBYTES = 32, SUMS_AT_ONCE = 4 };
 
 /* squares: adds to each tensor's lanes, several tensors in turn because each sum waits for the one before. largest: of the
- * magnitudes as integers, whose order is that of the numbers with NaN above infinity. sum: of magnitudes, lane by lane, then
- * the lanes and the rest in fp64. */
+ * magnitudes as integers, whose order is that of the numbers with NaN above infinity. sum: of magnitudes of whole powers, lane
+ * by lane, then the lanes and the rest in fp64. */
 #define DEFINE_SQUARES(type, vector)                                                                                   \
     static inline void type##_add_squared(vector *sums, const void *input, int64_t i) {                                \
         vector values;                                                                                                 \
@@ -258,16 +258,22 @@ DEFINE_SQUARES(double, square_doubles)
     }                                                                                                                  \
     typedef type type##_sum_vector __attribute__((vector_size(SUM_NBYTES)));                                           \
     typedef integer type##_sum_bits __attribute__((vector_size(SUM_NBYTES)));                                          \
-    static double type##_sum(const void *input, int64_t numel) {                                                       \
+    static inline __attribute__((always_inline)) double type##_sum_of(const type *input, int64_t numel,                \
+                                                                      int64_t power) {                                 \
         const int64_t num_lanes = SUM_NBYTES / sizeof(type);                                                           \
         type##_sum_vector sums[SUMS_AT_ONCE] = {{0}};                                                                  \
         double sum = 0;                                                                                                \
         int64_t i = 0;                                                                                                 \
         for (; i + SUMS_AT_ONCE * num_lanes <= numel; i += SUMS_AT_ONCE * num_lanes) {                                 \
+            PREFETCH(input + i + AHEAD_NUMEL, 0);                                                                      \
             for (int part = 0; part < SUMS_AT_ONCE; part++) {                                                          \
-                type##_sum_bits bits;                                                                                  \
-                memcpy(&bits, (const type *)input + i + part * num_lanes, sizeof bits);                                \
-                sums[part] += (type##_sum_vector)(bits & magnitude_mask);                                              \
+                type##_sum_vector values;                                                                              \
+                memcpy(&values, input + i + part * num_lanes, sizeof values);                                          \
+                type##_sum_vector products = values;                                                                   \
+                for (int64_t factor = 1; factor < power; factor++) {                                                   \
+                    products *= values;                                                                                \
+                }                                                                                                      \
+                sums[part] += (type##_sum_vector)((type##_sum_bits)products & magnitude_mask);                         \
             }                                                                                                          \
         }                                                                                                              \
         sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);                                                           \
@@ -275,20 +281,22 @@ DEFINE_SQUARES(double, square_doubles)
             sum += (double)sums[0][lane];                                                                              \
         }                                                                                                              \
         for (; i < numel; i++) {                                                                                       \
-            sum += fabs((double)((const type *)input)[i]);                                                             \
+            type product = input[i];                                                                                   \
+            for (int64_t factor = 1; factor < power; factor++) {                                                       \
+                product *= input[i];                                                                                   \
+            }                                                                                                          \
+            sum += fabs((double)product);                                                                              \
         }                                                                                                              \
         return sum;                                                                                                    \
     }                                                                                                                  \
-    static void type##_whole_power(void *output, const void *input, int64_t numel, int64_t power) {                    \
-        const type *source = input;                                                                                    \
-        type *products = output;                                                                                       \
-        ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                              \
-            products[i] = source[i] * source[i];                                                                       \
-        }                                                                                                              \
-        for (int64_t factor = 2; factor < power; factor++) {                                                           \
-            ELEMENTWISE for (int64_t i = 0; i < numel; i++) {                                                          \
-                products[i] *= source[i];                                                                              \
-            }                                                                                                          \
+    static double type##_sum(const void *input, int64_t numel, int64_t power) {                                        \
+        switch (power) {                                                                                               \
+        case 1:                                                                                                        \
+            return type##_sum_of(input, numel, 1);                                                                     \
+        case 3:                                                                                                        \
+            return type##_sum_of(input, numel, 3);                                                                     \
+        default:                                                                                                       \
+            return type##_sum_of(input, numel, power);                                                                 \
         }                                                                                                              \
     }
 DEFINE_NORM(float, uint32_t, 0x7fffffffu)
@@ -438,7 +446,6 @@ const struct loops LOOPS_TABLE = {
     .squares_of_four = {float_squares_of_four, double_squares_of_four, bfloat16_squares_of_four,
                         float16_squares_of_four},
     .largest = {float_largest, double_largest},
-    .whole_power = {float_whole_power, double_whole_power},
     .sum = {float_sum, double_sum},
     .adamw = {float_adamw, double_adamw, bfloat16_adamw, float16_adamw},
     .checksum = checksum,

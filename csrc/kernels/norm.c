@@ -200,12 +200,7 @@ struct power_sum {
     double sums[MOST_CHUNKS];
 };
 
-/* Elements to the p-th power, or their negatives: it is the magnitudes that are summed. */
 static void raise_block(void *output, const void *input, bool is_double, int64_t numel, double p) {
-    if (p == floor(p) && p <= MOST_WHOLE_POWER) {
-        loops_active()->whole_power[is_double](output, input, numel, (int64_t)p);
-        return;
-    }
     for (int64_t i = 0; i < numel; i++) {
         if (is_double) {
             ((double *)output)[i] = pow(fabs(((const double *)input)[i]), p);
@@ -219,7 +214,8 @@ static void sum_chunks(int64_t begin, int64_t end, void *context) {
     struct power_sum *power = context;
     const struct loops *loops = loops_active();
     enum dtype arithmetic = arithmetic_of(power->view->dtype);
-    bool as_it_is = power->p == 1.0 && power->view->dtype == arithmetic;
+    bool is_whole = power->p == floor(power->p) && power->p <= MOST_WHOLE_POWER;
+    bool as_it_is = is_whole && power->view->dtype == arithmetic;
     int64_t most = as_it_is ? LEAST_CHUNK_NUMEL / 4 : BLOCK_NUMEL;
     union block loaded;
     union block raised;
@@ -230,11 +226,11 @@ static void sum_chunks(int64_t begin, int64_t end, void *context) {
         for (int64_t i = chunk * power->chunk_numel; i < past; i += most) {
             int64_t count = past - i < most ? past - i : most;
             const void *input = load_block(&loaded, power->view, i, count);
-            if (power->p != 1.0) {
+            if (!is_whole) {
                 raise_block(raised.bytes, input, arithmetic == DTYPE_FLOAT64, count, power->p);
                 input = raised.bytes;
             }
-            power->sums[chunk] += loops->sum[arithmetic](input, count);
+            power->sums[chunk] += loops->sum[arithmetic](input, count, is_whole ? (int64_t)power->p : 1);
         }
     }
 }
