@@ -1,8 +1,8 @@
 """How much unsharded parameter storage a training step holds at once: the runtime's own rules, followed on paper.
 
 Assumed is one step as most models run it: each unit once, in the order in which its modules are registered, a backward
-through all that was computed, units not recomputed, the input of a frozen unit the output of the unit before it. What
-is gathered when is decided in csrc/runtime/order.c, unit.c and backward.c; a unit's post-backward comes after those of
+through all that was computed, units not recomputed, the input of a frozen unit the output of the unit before it, which
+returns what the last unit inside it returned. What is gathered when is decided in csrc/runtime/order.c, unit.c and backward.c; a unit's post-backward comes after those of
 the units inside, whose autograd nodes are younger.
 """
 
@@ -119,7 +119,8 @@ class _Tree:
             self._expected.remove(index)
             if unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_backward(index)
-            self._free_passed()
+            if not self._ends_in_unit(index):
+                self._free_passed()
         for child in reversed(self._children[index]):
             self.backward(child)
         if unit.has_params:
@@ -139,6 +140,11 @@ class _Tree:
         for index in self._passed:
             if index in self._has_inputs:
                 self._storage.free(index)
+
+    def _ends_in_unit(self, index: int) -> bool:
+        """Whether the next pre-backward is of the same output, for all that is known here."""
+        children = self._children[index]
+        return bool(children) and children[-1] in self._expected
 
     def _follows_unit(self, index: int) -> bool:
         """Whether the unit is given the output of the unit before it, for all that is known here."""

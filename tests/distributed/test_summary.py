@@ -58,12 +58,19 @@ def frozen_at_the_start() -> nn.Module:
     return stages
 
 
+def frozen_behind_a_stage() -> nn.Module:
+    stages = Stages()
+    stages[2].requires_grad_(False)
+    return stages
+
+
 UNITS = ModuleWrapPolicy({Block, Stage, nn.Sequential})
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: Net(4),
     "stages": Stages,
     "frozen in the middle": frozen_in_the_middle,
     "frozen at the start": frozen_at_the_start,
+    "frozen behind a stage": frozen_behind_a_stage,
 }
 SETTINGS: list[dict[str, Any]] = [
     {},
