@@ -103,8 +103,8 @@ test-clients: build $(VENV)/.clients
 
 # In a copy of its own, so that what was built in place stays. The runtimes of the sanitizers come before Python's; libstdc++ with
 # them, or exceptions of C++ end the process. nvcc does not bear them, and what memory a command takes is not what they make of it.
-# Python's objects come from malloc, where the sanitizers see them. Python and torch
-# keep things for ever: tests/faults/test_leaks.py looks for leaks.
+# Python's objects come from malloc, where the sanitizers see them. Python and torch keep things for ever:
+# tests/faults/test_leaks.py looks for leaks.
 test-asan: $(VENV)/.installed $(VENV)/.dev
 	@mkdir -p $(ASAN)
 	tar -cf - --exclude '*.so' --exclude __pycache__ --exclude .venv --exclude ./build --exclude ./runs --exclude .git . \

@@ -2,8 +2,8 @@
 
 Assumed is one step as most models run it: each unit once, in the order in which its modules are registered, a backward
 through all that was computed, units not recomputed, the input of a frozen unit the output of the unit before it, which
-returns what the last unit inside it returned. What is gathered when is decided in csrc/runtime/order.c, unit.c and backward.c; a unit's post-backward comes after those of
-the units inside, whose autograd nodes are younger.
+returns what the last unit inside it returned. What is gathered when is decided in csrc/runtime/order.c, unit.c and
+backward.c; a unit's post-backward comes after those of the units inside, whose autograd nodes are younger.
 """
 
 from __future__ import annotations
