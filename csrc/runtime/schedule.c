@@ -163,6 +163,11 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
 
 /* ---- unshard and reshard ---- */
 
+/* The shard is the whole, where computation is: nothing is enqueued. */
+static bool is_there(const struct unit *unit) {
+    return unit->handle->form->is_local && !replaced[REPLACED_UNSHARD];
+}
+
 /* What the gather reads is made beside the gather before it. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
@@ -196,6 +201,8 @@ int schedule_unshard(struct unit *unit) {
     struct streams *streams = &schedule->streams;
     if (unit->handle->param_state != PARAM_SHARDED)
         return handle_check_views(unit->handle);
+    if (is_there(unit))
+        return handle_unshard_enqueue(unit->handle);
     if (limiter_wait(unit) < 0 || (!replaced[REPLACED_UNSHARD] && make_input(unit) < 0))
         return -1;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
@@ -209,7 +216,7 @@ int schedule_unshard(struct unit *unit) {
 }
 
 int schedule_wait_unsharded(struct unit *unit) {
-    bool pending = unit->handle->param_state == PARAM_UNSHARDING;
+    bool pending = unit->handle->param_state == PARAM_UNSHARDING && !is_there(unit);
     if (handle_unshard_wait(unit->handle) < 0)
         return explain_failure(unit, gather_phase(unit), true);
     return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
@@ -224,7 +231,7 @@ int schedule_reshard(struct unit *unit, bool free_storage) {
         return -1;
     if (handle_reshard(unit->handle, free_storage) < 0)
         return -1;
-    return held && free_storage ? limiter_note_free(schedule) : 0;
+    return held && free_storage && !is_there(unit) ? limiter_note_free(schedule) : 0;
 }
 
 /* ---- reduction ---- */

@@ -62,6 +62,18 @@ def without(trace: Sequence[Entry], place: int) -> list[Entry]:
     return [*trace[:place], *trace[place + 1 :]]
 
 
+def is_implied(trace: Sequence[Entry], place: int) -> bool:
+    """Whether a stream knows the same without one of its waits when it next does or records something."""
+    with_it, without_it, stream = _Replay(), _Replay(), trace[place][1]
+    for index, entry in enumerate(trace):
+        if index > place and entry[0] in ("read", "write", "alloc", "record") and entry[1] == stream:
+            break
+        list(with_it.run([entry]))
+        if index != place:
+            list(without_it.run([entry]))
+    return with_it.clocks[stream] == without_it.clocks[stream]
+
+
 def lags(trace: Iterable[Entry], stream: int, beside: int) -> Iterator[int]:
     """For each access on a stream: how much of another stream's work, enqueued before it, it need not wait for."""
     replay = _Replay()

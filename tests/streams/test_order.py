@@ -240,6 +240,9 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
 }
 
 
+HYBRID_SCENARIOS = ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload"]
+
+
 def record(rank: int, name: str, **more: Any) -> Recorder:
     body, arguments = SCENARIOS[name]
     environment = pytest.MonkeyPatch()
@@ -269,7 +272,7 @@ def record_hybrid(rank: int, name: str, strategy: str = "HYBRID_SHARD") -> Recor
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@pytest.mark.parametrize("name", ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload"])
+@pytest.mark.parametrize("name", HYBRID_SCENARIOS)
 @on_ranks(4)
 def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, name: str, strategy: str) -> None:
     assert_ordered(record_hybrid(rank, name, strategy).trace)
