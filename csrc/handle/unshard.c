@@ -164,8 +164,10 @@ static int alloc_input(struct handle *handle, struct buffer *input) {
     return retirement_forget(handle->input_retirement, input) < 0 ? -1 : buffer_alloc(input);
 }
 
-static int free_input(struct handle *handle, struct buffer *input) {
-    return retirement_forget(handle->input_retirement, input) < 0 ? -1 : buffer_free(input);
+/* Not before its last use, where one is enqueued. */
+static void free_in_order(struct retirement *retirement, struct buffer *buffer) {
+    if (retirement_forget(retirement, buffer) == 0)
+        buffer_free(buffer);
 }
 
 /* device_shard = the shard. Nobody waits where the shard's memory is pinned. */
@@ -232,11 +234,9 @@ void handle_free_unshard(struct handle *handle) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     handle->input_ready = false;
-    if (!handle->form->is_local)
-        buffer_free(&handle->form->full);
-    if (handle->form->low_precision_shard.tensor)
-        free_input(handle, &handle->form->low_precision_shard);
-    free_input(handle, &handle->device_shard);
+    free_in_order(handle->retirement, &handle->form->full);
+    free_in_order(handle->input_retirement, &handle->form->low_precision_shard);
+    free_in_order(handle->input_retirement, &handle->device_shard);
     PyErr_Restore(type, value, traceback);
 }
 

@@ -168,15 +168,17 @@ static bool is_there(const struct unit *unit) {
     return unit->handle->form->is_local && !replaced[REPLACED_UNSHARD];
 }
 
-/* What the gather reads is made beside the gather before it. */
+/* What the gather reads is made beside the gather before it, and while the host waits for the limiter. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
-    if (!streams_are_real(streams) || !handle_gather_input(unit->handle))
+    if (!streams_are_real(streams) || !handle_gather_input(unit->handle) || replaced[REPLACED_UNSHARD])
         return 0;
     if (stream_enter(streams, STREAM_PRE_UNSHARD) < 0)
         return -1;
     int result = handle_pre_unshard(unit->handle);
+    if (result < 0)
+        explain_failure(unit, gather_phase(unit), false);
     if (stream_leave(streams) < 0 || result < 0)
         return -1;
     if (stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made) < 0)
@@ -203,10 +205,10 @@ int schedule_unshard(struct unit *unit) {
         return handle_check_views(unit->handle);
     if (is_there(unit))
         return handle_unshard_enqueue(unit->handle);
-    if (limiter_wait(unit) < 0 || (!replaced[REPLACED_UNSHARD] && make_input(unit) < 0))
+    if (make_input(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
+        handle_free_unshard(unit->handle);
         return -1;
-    if (stream_enter(streams, STREAM_UNSHARD) < 0)
-        return -1;
+    }
     int result = gather(unit);
     if (result < 0)
         explain_failure(unit, gather_phase(unit), false);
