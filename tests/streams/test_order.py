@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -165,6 +166,28 @@ def raise_in_backward(trainer: Trainer) -> None:
     trainer.step()
 
 
+def refusing(collective: Callable[..., Any], after: int) -> Callable[..., Any]:
+    """The collective, refused once on every rank after so many calls."""
+    calls = itertools.count()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == after:
+            raise Refused
+        return collective(*args, **kwargs)
+
+    return call
+
+
+def refuse_collectives(trainer: Trainer) -> None:
+    for name, after in (("all_gather_into_tensor", 2), ("all_gather_into_tensor", 5), ("reduce_scatter_tensor", 1)):
+        trainer.step()
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(Refused):
+            patched.setattr(dist, name, refusing(getattr(dist, name), after))
+            trainer.forward().backward()
+        gc.collect()
+    trainer.step()
+
+
 def reduce_by_hook(trainer: Trainer) -> None:
     def reduce(state: Any, full: Tensor, shard: Tensor) -> None:
         dist.reduce_scatter_tensor(shard, full)
@@ -219,6 +242,8 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "raise in forward": (raise_in_forward, {"limit_all_gathers": False}),
     "raise in backward": (raise_in_backward, {"limit_all_gathers": False}),
     "raise in backward, NO_SHARD": (raise_in_backward, {"strategy": "NO_SHARD"}),
+    "refuse collectives": (refuse_collectives, {"forward_prefetch": True}),
+    "refuse collectives, bf16": (refuse_collectives, {"mixed_precision": BF16, "limit_all_gathers": False}),
     "hook": (reduce_by_hook, {}),
     "bf16 hook": (reduce_in_bf16, {}),
     "offload": (accumulate, {"cpu_offload": CPUOffload(True), "limit_all_gathers": False}),
