@@ -245,14 +245,24 @@ static int free_after_failure(struct handle *handle) {
     return -1;
 }
 
+static int alloc_in_pool(struct handle *handle, struct buffer *full) {
+    int result = pool_enter(handle->pool) < 0 ? -1 : buffer_alloc(full);
+    return pool_leave(handle->pool) < 0 ? -1 : result;
+}
+
+/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory: outside it does. */
 static int alloc_full(struct handle *handle) {
     struct buffer *full = &handle->form->full;
     if (handle->retirement && retirement_take_back(handle->retirement, full) < 0)
         return -1;
     if (!handle->pool || full->allocated)
         return buffer_alloc(full);
-    int result = pool_enter(handle->pool) < 0 ? -1 : buffer_alloc(full);
-    return pool_leave(handle->pool) < 0 ? -1 : result;
+    if (alloc_in_pool(handle, full) == 0)
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    return buffer_alloc(full);
 }
 
 int handle_reserve(struct handle *handle) {

@@ -337,6 +337,35 @@ def counting_entries_after_updates(trainer: Trainer, recorder: Recorder) -> list
     return ends
 
 
+class FullPool:
+    """Refuses to grow a storage for the first time, or ``always``; the second try is the one beside the pool."""
+
+    def __init__(self, always: bool) -> None:
+        self.resize, self.always, self.refused = torch.UntypedStorage.resize_, always, 0
+        self.last: Any = None
+
+    def __call__(self, storage: Any, nbytes: int) -> Any:
+        if nbytes and (self.always or storage._cdata != self.last):
+            self.last = storage._cdata
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.last = None
+        return self.resize(storage, nbytes)
+
+
+@on_ranks(2)
+def test_what_a_full_pool_refuses_is_taken_beside_it(rank: int, world_size: int) -> None:
+    """There torch's allocator gives back what others have freed; a device that is full all the same says so."""
+    for always in (False, True):
+        pool = FullPool(always)
+        with recording(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes, pool=pool: pool(storage, nbytes))
+            trainer = Trainer(rank)
+            with pytest.raises(torch.OutOfMemoryError) if always else contextlib.nullcontext():
+                plain(trainer)
+        assert pool.refused == 2 if always else pool.refused > 7 * STEPS
+
+
 def test_memory_that_is_kept_is_found_by_what_comes_after_it() -> None:
     """A runtime that forgets to free one buffer takes another in the next step; pieces are split, and joined again."""
     step = [("alloc", COMPUTE, 1, GRADIENTS), ("alloc", COMPUTE, 2, GRADIENTS), ("free", 1), ("free", 2)]
