@@ -231,7 +231,7 @@ static int enqueue_gather(struct handle *handle) {
 void handle_free_unshard(struct handle *handle) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    handle->input_ready = false;
+    handle->input_ready = handle->changes_taken = false;
     if (!handle->form->is_local)
         buffer_free(&handle->form->full);
     if (handle->form->low_precision_shard.tensor)
@@ -285,10 +285,19 @@ int handle_alloc_unsharded(struct handle *handle) {
     return handle->form->is_local ? 0 : alloc_full(handle);
 }
 
+int handle_take_changes(struct handle *handle) {
+    if (handle->changes_taken || handle->skip_writeback_check || handle->param_state != PARAM_SHARDED)
+        return 0;
+    if (handle_writeback(handle) < 0)
+        return -1;
+    handle->changes_taken = true;
+    return 0;
+}
+
 int handle_pre_unshard(struct handle *handle) {
     if (handle->param_state != PARAM_SHARDED || handle->input_ready)
         return 0;
-    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+    if (handle_take_changes(handle) < 0)
         return -1;
     if (enqueue_upload(handle) < 0 || cast_input(handle) < 0)
         return free_after_failure(handle);
@@ -309,7 +318,7 @@ int handle_unshard_enqueue(struct handle *handle) {
         return 0;
     if (handle_pre_unshard(handle) < 0)
         return -1;
-    handle->input_ready = false;
+    handle->input_ready = handle->changes_taken = false;
     if (enqueue_unshard(handle) < 0)
         return free_after_failure(handle);
     return handle_set_param_state(handle, PARAM_UNSHARDING);

@@ -163,6 +163,15 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
 
 /* ---- unshard and reshard ---- */
 
+/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. */
+static int take_changes(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    handle->changes_taken = handle->copied_changes = false;
+    if (handle_take_changes(handle) < 0)
+        return -1;
+    return handle->copied_changes ? schedule_begin_step(&unit->runtime->schedule) : 0;
+}
+
 /* What the gather reads is made beside the gather before it. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
@@ -196,7 +205,9 @@ int schedule_unshard(struct unit *unit) {
     struct streams *streams = &schedule->streams;
     if (unit->handle->param_state != PARAM_SHARDED)
         return handle_check_views(unit->handle);
-    if (limiter_wait(unit) < 0 || (!replaced[REPLACED_UNSHARD] && make_input(unit) < 0))
+    if (limiter_wait(unit) < 0)
+        return -1;
+    if (!replaced[REPLACED_UNSHARD] && (take_changes(unit) < 0 || make_input(unit) < 0))
         return -1;
     if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;

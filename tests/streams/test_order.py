@@ -186,6 +186,24 @@ def step_in_backward(trainer: Trainer) -> None:
         trainer.forward().backward()
 
 
+def replace_parameters(trainer: Trainer) -> None:
+    """Between steps, by tensors that nobody else holds; the first unit's on the way to its forward."""
+    replace(trainer.model.module.inp)
+    for _ in range(2):
+        trainer.step()
+        replace(trainer.model)
+    hook = trainer.model.module.blocks[0].module.register_forward_hook(
+        lambda *_: replace(trainer.model.module.blocks[2])
+    )
+    trainer.step()
+    hook.remove()
+
+
+def replace(module: Any) -> None:
+    for param in module.parameters():
+        param.data = param.data * 0.9
+
+
 # ---- every one of them is ordered
 
 Body = Callable[[Trainer], None]
@@ -215,6 +233,10 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "evaluate in full precision": (evaluate, {"mixed_precision": BF16, "limit_all_gathers": False}),
     "look at parameters": (look_at_parameters, {"limit_all_gathers": False}),
     "look at parameters, bf16": (look_at_parameters, {"mixed_precision": BF16, "strategy": "SHARD_GRAD_OP"}),
+    "replaced": (replace_parameters, {"limit_all_gathers": False, "forward_prefetch": True}),
+    "replaced, bf16": (replace_parameters, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "replaced, flat": (replace_parameters, {"use_orig_params": False, "limit_all_gathers": False}),
+    "replaced, offload": (replace_parameters, {"cpu_offload": CPUOffload(True), "forward_prefetch": True}),
     "a unit alone": (call_a_unit_alone, {"limit_all_gathers": False}),
     "raise in forward": (raise_in_forward, {"limit_all_gathers": False}),
     "raise in backward": (raise_in_backward, {"limit_all_gathers": False}),
