@@ -14,7 +14,7 @@ SETTINGS = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_NET": "Socket", "NCCL_MNNVL_ENABLE
 @functools.cache
 def nccl_group() -> dist.ProcessGroup:
     """All ranks, once per process; it has sent something when this returns. Collective."""
-    os.environ.update(SETTINGS, NCCL_HOSTID=f"the host of rank {dist.get_rank()}")
+    os.environ.update(SETTINGS, NCCL_HOSTID=f"rank{dist.get_rank()}")
     group = dist.new_group(backend="nccl")
     total = torch.ones(1, device="cuda")
     dist.all_reduce(total, group=group)
