@@ -49,9 +49,14 @@ class Trainer:
         torch.manual_seed(3)
         self.rank = rank
         strategy = ShardingStrategy[arguments.pop("strategy", "FULL_SHARD")]
+        mesh, hybrid = arguments.pop("hybrid_blocks", (None, []))
+        whole = Net(**(net or {}))
+        for index in hybrid:
+            inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
+            whole.blocks[index] = FSDP(whole.blocks[index], device_id=torch.device("cpu"), **inner)
         self.model = FSDP(
-            Net(**(net or {})),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            whole,
+            auto_wrap_policy=None if hybrid else ModuleWrapPolicy({Block}),
             sharding_strategy=strategy,
             device_id=torch.device("cpu"),
             **({"use_orig_params": True} | arguments),
@@ -295,6 +300,16 @@ def record_hybrid(rank: int, name: str, strategy: str = "HYBRID_SHARD") -> Recor
 @on_ranks(4)
 def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, name: str, strategy: str) -> None:
     assert_ordered(record_hybrid(rank, name, strategy).trace)
+
+
+@on_ranks(4)
+def test_a_tree_may_be_hybrid_in_part(rank: int, world_size: int) -> None:
+    """The reductions of its other units end on another stream."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    with recording() as recorder:
+        trainer = Trainer(rank, strategy="FULL_SHARD", hybrid_blocks=(mesh, [0, 2]))
+        accumulate(trainer)
+    assert_ordered(recorder.trace)
 
 
 # ---- memory
