@@ -115,14 +115,20 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
 
-# On a GPU; nothing of it has run on one yet.
-test-cuda: export FSDP_C_CUDA = 1
-test-cuda: build $(VENV)/.dev
-	$(PYTEST) tests/cuda
+# On a GPU; nothing of it has run on one yet. CUDA_PYTHON=python3 takes that interpreter with its torch and pytest, and installs
+# nothing.
+CUDA_PYTHON ?= $(BIN)/python
+CUDA_PYTEST = $(CUDA_PYTHON) -m pytest
+.PHONY: build-cuda
+build-cuda: export FSDP_C_CUDA = 1
+build-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.installed $(VENV)/.dev)
+	$(CUDA_PYTHON) setup.py -q build_ext --inplace
 
-sanitize-cuda: export FSDP_C_CUDA = 1
-sanitize-cuda: build $(VENV)/.dev
-	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTEST) tests/cuda/test_kernels.py || exit 1; done
+test-cuda: build-cuda
+	$(CUDA_PYTEST) tests/cuda
+
+sanitize-cuda: build-cuda
+	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(CUDA_PYTEST) tests/cuda/test_kernels.py || exit 1; done
 
 # The shifts of vectors of 16-bit elements are taken for shifts of 2-bit numbers.
 analyze: $(VENV)/.base
@@ -145,11 +151,10 @@ format: $(VENV)/.dev
 bench: build
 	$(BIN)/python -m benchmarks.host_overhead
 
-bench-cuda: export FSDP_C_CUDA = 1
-bench-cuda: build
+bench-cuda: build-cuda
 	@mkdir -p runs/cuda
-	$(BIN)/python -m benchmarks.cuda_kernels --json runs/cuda/kernels.json
-	$(BIN)/python -m benchmarks.cuda_gpt --trace runs/cuda --json runs/cuda/gpt.json
+	$(CUDA_PYTHON) -m benchmarks.cuda_kernels --json runs/cuda/kernels.json
+	$(CUDA_PYTHON) -m benchmarks.cuda_gpt --trace runs/cuda --json runs/cuda/gpt.json
 
 clean:
 	rm -rf build dist *.egg-info fsdp_c/*.so .pytest_cache .ruff_cache .hypothesis

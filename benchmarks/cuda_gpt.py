@@ -3,9 +3,10 @@
 python -m benchmarks.cuda_gpt [--trace folder] [--json out.json]
 
 One rank of an imagined --world: the collectives are torch's fake ones, which copy on the device and send nothing. What
-is measured: the step time, the peak memory, the host's time per unit, and with --trace a profiler trace of a step,
-where gathers lie beside the computation. Each implementation runs in a process of its own, one after the other, by
-one command. It needs a GPU, and has not run on one yet.
+is measured: the time of a step and its peak memory; with --trace a profiler trace of a step, where gathers lie beside
+the computation; and, of a model so narrow that the device always waits for the host, by how much a forward and backward
+is longer per unit than without FSDP. Each implementation runs in a process of its own, one after the other, by one
+command. It needs a GPU, and has not run on one yet.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # isort: skip
 from torch.testing._internal.distributed.fake_pg import FakeStore  # isort: skip
 
 VOCABULARY = 50304
-SHOWN = ("step ms", "host ms per unit", "peak GiB", "reserved GiB")
+SHOWN = ("step ms", "peak GiB", "reserved GiB", "host ms per unit")
+PLAIN = "no FSDP"
+NARROW = ("--width", "256", "--length", "32", "--batch", "1", "--world", "2", "--steps", "40")
+REPEATS = 5
 
 
 class Block(nn.Module):
@@ -71,6 +75,8 @@ class GPT(nn.Module):
 
 def wrap(implementation: str, model: nn.Module, device: torch.device) -> nn.Module:
     """Shard per block, parameters and gradients in bf16."""
+    if implementation == PLAIN:
+        return model.to(torch.bfloat16)
     if implementation == "torch.fsdp2":
         mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -88,64 +94,88 @@ def wrap(implementation: str, model: nn.Module, device: torch.device) -> nn.Modu
         )
 
 
-class Clock:
-    """Time of the device and of the host of one step each."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.on_gpu = device.type == "cuda"
-        self.device_ms: list[float] = []
-        self.host_ms: list[float] = []
-
-    def run(self, step: Any) -> None:
-        self.synchronize()
-        begin, host = time.perf_counter(), time.process_time()  # autograd has a thread of its own
-        step()
-        self.host_ms.append(1000 * (time.process_time() - host))
-        self.synchronize()
-        self.device_ms.append(1000 * (time.perf_counter() - begin))
-
-    def synchronize(self) -> None:
-        if self.on_gpu:
-            torch.cuda.synchronize()
+def seconds(step: Any, count: int, device: torch.device) -> float:
+    """Of one step, the host being as far ahead of the device as it likes: the median of some runs of ``count``."""
+    found = []
+    for _ in range(REPEATS):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize(device)
+        found.append((time.perf_counter() - begin) / count)
+    return statistics.median(found)
 
 
-def measure(implementation: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One row; run in a process of its own."""
-    device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("fake", rank=0, world_size=arguments.world, store=FakeStore())
+        torch.cuda.synchronize()
+
+
+def build(implementation: str, arguments: argparse.Namespace, device: torch.device) -> tuple[nn.Module, Any]:
+    """The wrapped model, and what makes a loss of it."""
     torch.manual_seed(0)
     with device:
-        model = wrap(implementation, GPT(arguments.layers, arguments.width, arguments.heads, arguments.length), device)
+        model = GPT(arguments.layers, arguments.width, arguments.heads, arguments.length)
         tokens = torch.randint(VOCABULARY, (arguments.batch, arguments.length))
+    model = wrap(implementation, model, device)
+    return model, lambda: model(tokens)
+
+
+def measure(implementation: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """One row, but for the host's part; run in a process of its own."""
+    device = start(arguments)
+    if arguments.host:
+        return {"seconds": host_seconds(implementation, arguments, device)}
+    model, loss = build(implementation, arguments, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
     def step() -> None:
-        model(tokens).backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
     for _ in range(arguments.warmup):
         step()
-    clock = Clock(device)
-    if clock.on_gpu:
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(arguments.steps):
-        clock.run(step)
+    step_ms = 1000 * seconds(step, max(1, arguments.steps // REPEATS), device)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+    reserved = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else 0.0
     if arguments.trace:
-        profile(step, arguments.trace / f"{implementation}.json.gz")
-    peak = torch.cuda.max_memory_allocated() / 2**30 if clock.on_gpu else 0.0
-    reserved = torch.cuda.max_memory_reserved() / 2**30 if clock.on_gpu else 0.0
-    host = statistics.median(clock.host_ms) / (arguments.layers + 1)
-    return dict(zip(SHOWN, (statistics.median(clock.device_ms), host, peak, reserved), strict=True))
+        profile(step, arguments.trace / f"{implementation}.json.gz", device)
+    return dict(zip(SHOWN, (step_ms, peak, reserved), strict=False))
 
 
-def profile(step: Any, path: Path) -> None:
+def start(arguments: argparse.Namespace) -> torch.device:
+    """The device, and the group of the imagined ranks."""
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("fake", rank=0, world_size=arguments.world, store=FakeStore())
+    return device
+
+
+def host_seconds(implementation: str, arguments: argparse.Namespace, device: torch.device) -> float:
+    """Of a forward and backward of a model that keeps the device idle."""
+    model, loss = build(implementation, arguments, device)
+
+    def step() -> None:
+        loss().backward()
+        model.zero_grad()
+
+    for _ in range(arguments.warmup):
+        step()
+    return seconds(step, arguments.steps, device)
+
+
+def profile(step: Any, path: Path, device: torch.device) -> None:
     """A trace of one step, for chrome://tracing or Perfetto."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profiler:
         step()
+        synchronize(device)
     profiler.export_chrome_trace(str(path))
 
 
@@ -159,8 +189,32 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu only tries the script out")
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--only", choices=common.IMPLEMENTATIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=(*common.IMPLEMENTATIONS, PLAIN), help=argparse.SUPPRESS)
+    parser.add_argument("--host", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def run(implementation: str, *options: str) -> dict[str, float]:
+    """What a process of its own has measured; nothing, and its own words, where it failed."""
+    command = [sys.executable, "-m", "benchmarks.cuda_gpt", *sys.argv[1:], *options, "--only", implementation]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        print(f"{implementation} failed", file=sys.stderr)
+        return {}
+    row: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return row
+
+
+def rows(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One row per implementation. What fails is left out, and stops nobody else."""
+    plain = run(PLAIN, "--host", *NARROW).get("seconds")
+    found = {}
+    for implementation in common.IMPLEMENTATIONS:
+        found[implementation] = run(implementation)
+        wrapped = run(implementation, "--host", *NARROW).get("seconds")
+        if plain and wrapped:
+            found[implementation][SHOWN[-1]] = 1000 * (wrapped - plain) / (arguments.layers + 1)
+    return found
 
 
 def main() -> None:
@@ -171,17 +225,15 @@ def main() -> None:
     if arguments.only:
         print(json.dumps(measure(arguments.only, arguments)))
         return
-    rows = {}
-    for implementation in common.IMPLEMENTATIONS:
-        command = [sys.executable, "-m", "benchmarks.cuda_gpt", *sys.argv[1:], "--only", implementation]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        rows[implementation] = json.loads(done.stdout.splitlines()[-1])
+    found = rows(arguments)
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {arguments.layers} layers of {arguments.width}")
     print(f"{'':14}" + "".join(f"{name:>18}" for name in SHOWN))
-    for implementation, row in rows.items():
-        print(f"{implementation:14}" + "".join(f"{row[name]:18.2f}" for name in SHOWN))
+    for implementation, row in found.items():
+        print(f"{implementation:14}" + "".join(f"{row.get(name, float('nan')):18.3f}" for name in SHOWN))
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+        arguments.json.write_text(json.dumps(found, indent=1))
+    if any(len(row) < len(SHOWN) for row in found.values()):
+        raise SystemExit("not all was measured: what failed says why above")
 
 
 if __name__ == "__main__":

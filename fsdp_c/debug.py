@@ -101,11 +101,10 @@ def checksum(model: nn.Module, *, buffers: bool = True) -> None:
         groups |= dict.fromkeys(group for group in (unit.process_group, _replicas(unit)) if group is not None)
         group = None if handle is None else _group_of_replicas(handle)
         if group is not None:
-            found += _drift(order, _parameters(path, handle), group)
+            found += _drift(order, _parameters(path, handle), group, unit.compute_device)
     if buffers and groups:
-        found += _drift(
-            len(units), {clean_name(name): buffer for name, buffer in model.named_buffers()}, next(iter(groups))
-        )
+        named = {clean_name(name): buffer for name, buffer in model.named_buffers()}
+        found += _drift(len(units), named, next(iter(groups)), units[0][1].compute_device)
     _raise_first(found, list(groups))
 
 
@@ -132,13 +131,18 @@ def _parameters(path: str, handle: Any) -> dict[str, Tensor]:
     }
 
 
-def _drift(order: int, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> list[tuple[int, str]]:
-    """The first of ``tensors`` of which the ranks of ``group`` hold different bits, as a list of one or none."""
+def _drift(
+    order: int, tensors: dict[str, Tensor], group: dist.ProcessGroup, sender: torch.device
+) -> list[tuple[int, str]]:
+    """The first of ``tensors`` of which the ranks of ``group`` hold different bits, as a list of one or none.
+
+    ``sender``: the device whose memory the group sends from, which need not be where the tensors lie.
+    """
     if not tensors:
         return []
     device = next(iter(tensors.values())).device
     where = device if _C.why_no_kernels(device.type) is None else "cpu"
-    own = torch.ops.fsdp_c.checksums([tensor.detach().to(where).contiguous() for tensor in tensors.values()]).to(device)
+    own = torch.ops.fsdp_c.checksums([tensor.detach().to(where).contiguous() for tensor in tensors.values()]).to(sender)
     everyone = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(everyone, own, group=group)
     sums = torch.stack(everyone).tolist()

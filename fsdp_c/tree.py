@@ -55,7 +55,7 @@ def convert_inputs(
     """Move every tensor to ``device`` and cast floating ones to ``dtype``; None leaves that as it is."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        if device is not None and tensor.device != device and tensor.device.type != device.type:
+        if device is not None and tensor.device != device:
             tensor = tensor.to(device)
         if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)

@@ -19,6 +19,9 @@ static struct public_name scatter_names[] = {{"reduce_scatter_single", NULL, NUL
 static struct public_name reduce_names[] = {{"all_reduce", NULL, NULL}};
 static PyObject *public_functions; /* owned; the dict of torch.distributed */
 
+/* Owned for ever. Nobody asks for a handle to wait for later: so NCCL runs on the stream that is current, and keeps no tensor. */
+static PyObject *gather_options, *scatter_options, *reduce_options;
+
 static int names_find(struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (!(names[i].interned = PyUnicode_InternFromString(names[i].name)))
@@ -30,6 +33,25 @@ static int names_find(struct public_name *names, size_t count) {
     return 0;
 }
 
+/* New reference. Sums are the default. */
+static PyObject *make_options(PyObject *module, const char *name) {
+    PyObject *options = PyObject_CallMethod(module, name, NULL);
+    if (options && PyObject_SetAttrString(options, "asyncOp", Py_False) < 0)
+        Py_CLEAR(options);
+    return options;
+}
+
+static int init_options(void) {
+    PyObject *module = PyImport_ImportModule("torch._C._distributed_c10d");
+    if (!module)
+        return -1;
+    gather_options = make_options(module, "AllgatherOptions");
+    scatter_options = gather_options ? make_options(module, "ReduceScatterOptions") : NULL;
+    reduce_options = scatter_options ? make_options(module, "AllreduceOptions") : NULL;
+    Py_DECREF(module);
+    return reduce_options ? 0 : -1;
+}
+
 int collective_init(void) {
     if (public_functions)
         return 0;
@@ -38,7 +60,8 @@ int collective_init(void) {
         return -1;
     public_functions = Py_NewRef(PyModule_GetDict(module));
     Py_DECREF(module);
-    if (names_find(gather_names, 2) < 0 || names_find(scatter_names, 2) < 0 || names_find(reduce_names, 1) < 0)
+    if (init_options() < 0 || names_find(gather_names, 2) < 0 || names_find(scatter_names, 2) < 0 ||
+        names_find(reduce_names, 1) < 0)
         return -1;
     return 0;
 }
@@ -118,7 +141,7 @@ PyObject *collective_all_gather(const struct collective_group *group, PyObject *
     trace_write(output);
     if (function)
         return call_replacement(function, group->gather_group, output, input);
-    return PyObject_CallFunctionObjArgs(group->all_gather, output, input, NULL);
+    return PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL);
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
@@ -127,7 +150,7 @@ PyObject *collective_reduce_scatter(const struct collective_group *group, PyObje
     trace_write(output);
     if (function)
         return call_replacement(function, group->scatter_group, output, input);
-    return PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, NULL);
+    return PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, scatter_options, NULL);
 }
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {
@@ -137,7 +160,7 @@ PyObject *collective_all_reduce(const struct collective_group *group, PyObject *
         return call_replacement(function, group->group, tensor, NULL);
     PyObject *tensors = PyList_New(1), *work = NULL;
     if (tensors && PyList_SetItem(tensors, 0, Py_NewRef(tensor)) == 0)
-        work = PyObject_CallFunctionObjArgs(group->all_reduce, tensors, NULL);
+        work = PyObject_CallFunctionObjArgs(group->all_reduce, tensors, reduce_options, NULL);
     Py_XDECREF(tensors);
     return work;
 }

@@ -173,6 +173,8 @@ struct handle {
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
     PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
+    bool changes_taken;          /* the user's changes, for the next gather */
+    bool copied_changes;         /* since somebody cleared it: some were copied, on the stream that was current */
     bool input_ready;            /* what the next gather reads was made ahead of it */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
     int64_t unheld_turn;         /* the parameter outside the shard that was looked at last */
@@ -225,8 +227,9 @@ void handle_fini_forms(struct handle *handle);
 /* unshard.c */
 int handle_init_shard(struct handle *handle); /* dtypes and the shard; enough to show sharded parameters */
 int handle_lazy_init(struct handle *handle);  /* storage, views and dtypes, after the flat parameter as it is now */
-/* What a gather does before it, for a caller who wants that on another stream: the user's changes are taken over, and the shard
- * is brought to the device and cast. A no-op unless SHARDED. */
+/* What a gather does before it, for a caller who wants that on other streams: the user's changes are taken over, and the shard is
+ * brought to the device and cast. No-ops unless SHARDED. */
+int handle_take_changes(struct handle *handle);
 int handle_pre_unshard(struct handle *handle);
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 /* What the all-gather reads, where that is not the shard itself; NULL where it is. */

@@ -233,7 +233,7 @@ static int enqueue_gather(struct handle *handle) {
 void handle_free_unshard(struct handle *handle) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    handle->input_ready = false;
+    handle->input_ready = handle->changes_taken = false;
     free_in_order(handle->retirement, &handle->form->full);
     free_in_order(handle->input_retirement, &handle->form->low_precision_shard);
     free_in_order(handle->input_retirement, &handle->device_shard);
@@ -245,14 +245,24 @@ static int free_after_failure(struct handle *handle) {
     return -1;
 }
 
+static int alloc_in_pool(struct handle *handle, struct buffer *full) {
+    int result = pool_enter(handle->pool) < 0 ? -1 : buffer_alloc(full);
+    return pool_leave(handle->pool) < 0 ? -1 : result;
+}
+
+/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory: outside it does. */
 static int alloc_full(struct handle *handle) {
     struct buffer *full = &handle->form->full;
     if (handle->retirement && retirement_take_back(handle->retirement, full) < 0)
         return -1;
     if (!handle->pool || full->allocated)
         return buffer_alloc(full);
-    int result = pool_enter(handle->pool) < 0 ? -1 : buffer_alloc(full);
-    return pool_leave(handle->pool) < 0 ? -1 : result;
+    if (alloc_in_pool(handle, full) == 0)
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    return buffer_alloc(full);
 }
 
 int handle_reserve(struct handle *handle) {
@@ -275,10 +285,19 @@ int handle_alloc_unsharded(struct handle *handle) {
     return handle->form->is_local ? 0 : alloc_full(handle);
 }
 
+int handle_take_changes(struct handle *handle) {
+    if (handle->changes_taken || handle->skip_writeback_check || handle->param_state != PARAM_SHARDED)
+        return 0;
+    if (handle_writeback(handle) < 0)
+        return -1;
+    handle->changes_taken = true;
+    return 0;
+}
+
 int handle_pre_unshard(struct handle *handle) {
     if (handle->param_state != PARAM_SHARDED || handle->input_ready)
         return 0;
-    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
+    if (handle_take_changes(handle) < 0)
         return -1;
     if (enqueue_upload(handle) < 0 || cast_input(handle) < 0)
         return free_after_failure(handle);
@@ -299,7 +318,7 @@ int handle_unshard_enqueue(struct handle *handle) {
         return 0;
     if (handle_pre_unshard(handle) < 0)
         return -1;
-    handle->input_ready = false;
+    handle->input_ready = handle->changes_taken = false;
     if (enqueue_unshard(handle) < 0)
         return free_after_failure(handle);
     return handle_set_param_state(handle, PARAM_UNSHARDING);

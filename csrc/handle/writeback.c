@@ -91,6 +91,7 @@ static int take_over(struct handle *handle, int64_t param, PyObject *value) {
     int result = -1;
     if (source && flat_shape)
         part = torch_view(handle->local_shard, offset, numel, shape, strides);
+    handle->copied_changes = true;
     if (part)
         copied = PyObject_CallMethod(part, "copy_", "(O)", source);
     if (copied)

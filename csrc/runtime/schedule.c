@@ -14,9 +14,10 @@ int schedule_init(struct schedule *schedule, PyObject *device) {
 
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    stream_event *events[] = {&schedule->step_begin,         &schedule->input_made,     &schedule->packed,
-                              &schedule->scattered,          &schedule->reduced,        &schedule->joined,
-                              &schedule->unsharded.last_use, &schedule->inputs.last_use};
+    stream_event *events[] = {
+        &schedule->step_begin,     &schedule->input_made,  &schedule->packed, &schedule->scattered,
+        &schedule->reduced,        &schedule->all_reduced, &schedule->joined, &schedule->unsharded.last_use,
+        &schedule->inputs.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
@@ -168,11 +169,20 @@ static bool is_there(const struct unit *unit) {
     return unit->handle->form->is_local && !replaced[REPLACED_UNSHARD];
 }
 
+/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. */
+static int take_changes(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    handle->changes_taken = handle->copied_changes = false;
+    if (handle_take_changes(handle) < 0)
+        return -1;
+    return handle->copied_changes ? schedule_begin_step(&unit->runtime->schedule) : 0;
+}
+
 /* What the gather reads is made beside the gather before it, and while the host waits for the limiter. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
-    if (!streams_are_real(streams) || !handle_gather_input(unit->handle) || replaced[REPLACED_UNSHARD])
+    if (!streams_are_real(streams) || !handle_gather_input(unit->handle))
         return 0;
     if (stream_enter(streams, STREAM_PRE_UNSHARD) < 0)
         return -1;
@@ -184,6 +194,12 @@ static int make_input(struct unit *unit) {
     if (stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made) < 0)
         return -1;
     return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
+}
+
+static int prepare_gather(struct unit *unit) {
+    if (replaced[REPLACED_UNSHARD])
+        return 0;
+    return take_changes(unit) < 0 ? -1 : make_input(unit);
 }
 
 static int retire_input(struct unit *unit) {
@@ -205,7 +221,7 @@ int schedule_unshard(struct unit *unit) {
         return handle_check_views(unit->handle);
     if (is_there(unit))
         return handle_unshard_enqueue(unit->handle);
-    if (make_input(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
+    if (prepare_gather(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
         handle_free_unshard(unit->handle);
         return -1;
     }
@@ -255,16 +271,15 @@ int schedule_reduce(struct unit *unit) {
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
-static int finish_on(struct unit *unit, enum stream_role role) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct streams *streams = &schedule->streams;
+static int finish_on(struct unit *unit, enum stream_role role, stream_event *end) {
+    struct streams *streams = &unit->runtime->schedule.streams;
     if (stream_enter(streams, role) < 0)
         return -1;
     int result = handle_reduce_finish(unit->handle);
     if (result < 0)
         explain_failure(unit, LEDGER_REDUCE, true);
     else
-        result = stream_record(streams, role, &schedule->reduced);
+        result = stream_record(streams, role, end);
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
@@ -272,7 +287,7 @@ static int finish_on(struct unit *unit, enum stream_role role) {
 static int release_scattered_output(struct schedule *schedule) {
     if (!schedule->scattered_output)
         return 0;
-    int result = stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->reduced);
+    int result = stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->all_reduced);
     Py_CLEAR(schedule->scattered_output);
     return result;
 }
@@ -281,7 +296,7 @@ static int finish_hybrid_reduction(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
     if (release_scattered_output(schedule) < 0 || stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
-        finish_on(unit, STREAM_ALL_REDUCE) < 0)
+        finish_on(unit, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
         return -1;
     schedule->reducing = true;
     schedule->scattered_output = handle_take_reduce_output(unit->handle);
@@ -295,7 +310,7 @@ int schedule_finish_reduction(struct unit *unit) {
     if (streams_are_real(streams) && handle_reduces_twice(unit->handle)) {
         result = finish_hybrid_reduction(unit);
     } else {
-        result = finish_on(unit, STREAM_POST_BACKWARD);
+        result = finish_on(unit, STREAM_POST_BACKWARD, &schedule->reduced);
         if (!result)
             result = stream_wait(streams, STREAM_COMPUTE, schedule->reduced);
     }
@@ -308,7 +323,7 @@ int schedule_wait_reduced(struct schedule *schedule) {
     if (!schedule->reducing)
         return 0;
     schedule->reducing = false;
-    if (stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) < 0)
+    if (stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) < 0)
         return -1;
     return release_scattered_output(schedule);
 }

@@ -8,8 +8,8 @@
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *
  *   POST_BACKWARD  |wait packed| reduce-scatter |scattered|
- *   ALL_REDUCE     |wait scattered| all-reduce, post-divide |reduced|
- *   COMPUTE        |wait scattered| release the input ... |wait reduced| at the end
+ *   ALL_REDUCE     |wait scattered| all-reduce, post-divide |all_reduced|
+ *   COMPUTE        |wait scattered| release the input ... |wait all_reduced| at the end
  *
  * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: what is
  * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (retirement.h),
@@ -28,10 +28,10 @@ enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
 struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
-    stream_event input_made, packed, scattered, reduced, joined; /* owned; the last of each */
-    struct retirement unsharded, inputs;                         /* of gathers */
-    bool reducing;                                               /* the compute stream has not waited for `reduced` */
-    PyObject *scattered_output; /* owned; what the all-reduce before `reduced` was of, unless it is kept; or NULL */
+    stream_event input_made, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
+    struct retirement unsharded, inputs;                                      /* of gathers */
+    bool reducing;              /* the compute stream has not waited for `all_reduced` */
+    PyObject *scattered_output; /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
     struct pool pool;
     bool reserved;                       /* the pool holds what the steps will want */
     stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */

@@ -81,14 +81,20 @@ int unit_visit(struct unit *unit, visitproc visit, void *arg) {
 
 /* ---- state ---- */
 
-/* For messages: the rank in the group of the first unit with parameters, -1 where there is none. */
-static long long unit_rank(const struct unit *unit) {
+/* The unit's own, else that of the first unit with parameters; NULL where there is none. */
+static const struct handle *handle_or_first(const struct unit *unit) {
     if (unit->handle)
-        return (long long)unit->handle->layout.rank;
+        return unit->handle;
     for (int64_t i = 0; unit->runtime && i < unit->runtime->num_units; i++)
         if (unit->runtime->units[i]->handle)
-            return (long long)unit->runtime->units[i]->handle->layout.rank;
-    return -1;
+            return unit->runtime->units[i]->handle;
+    return NULL;
+}
+
+/* For messages; -1 where there are no parameters. */
+static long long unit_rank(const struct unit *unit) {
+    const struct handle *handle = handle_or_first(unit);
+    return handle ? (long long)handle->layout.rank : -1;
 }
 
 int unit_set_training_state(struct unit *unit, enum training_state state) {
@@ -119,8 +125,13 @@ static PyObject *call_tree(const char *name, PyObject *a, PyObject *b, PyObject 
     return result;
 }
 
-/* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype must. */
-static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, bool cast) {
+static bool is_on(const struct tensor_view *view, const struct tensor_view *device) {
+    return view->device == device->device && view->device_index == device->device_index;
+}
+
+/* Must this input be walked? Only containers, tensors of other devices, and floating tensors of another dtype must. `mover` is
+ * NULL where inputs stay where they are. */
+static bool input_is_ready(const struct unit *unit, PyObject *value, const struct handle *mover, bool cast) {
     struct tensor_view view;
     if (value == Py_None || PyBool_Check(value) || PyLong_Check(value) || PyFloat_Check(value) ||
         PyUnicode_Check(value))
@@ -131,7 +142,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, 
         PyErr_Clear();
         return false;
     }
-    if (move && unit->handle && view.device != unit->handle->compute_view.device)
+    if (mover && !is_on(&view, &mover->compute_view))
         return false;
     if (!cast)
         return true;
@@ -145,14 +156,15 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, bool move, 
     return ready;
 }
 
-static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs, bool move, bool cast) {
+static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *kwargs, const struct handle *mover,
+                             bool cast) {
     Py_ssize_t position = 0;
     PyObject *key, *value;
     for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++)
-        if (!input_is_ready(unit, PyTuple_GetItem(args, i), move, cast))
+        if (!input_is_ready(unit, PyTuple_GetItem(args, i), mover, cast))
             return false;
     while (PyDict_Next(kwargs, &position, &key, &value))
-        if (!input_is_ready(unit, value, move, cast))
+        if (!input_is_ready(unit, value, mover, cast))
             return false;
     return true;
 }
@@ -167,14 +179,15 @@ static bool casts_inputs(const struct unit *unit) {
     return handle && unit->cast_forward_inputs;
 }
 
-/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. */
+/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. A root moves them, also
+ * one whose parameters all belong to inner units. */
 static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    bool move = unit->is_root && unit->handle;
+    const struct handle *mover = unit->is_root ? handle_or_first(unit) : NULL;
     bool cast = casts_inputs(unit);
-    if ((!move && !cast) || inputs_are_ready(unit, *args, *kwargs, move, cast))
+    if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
-    PyObject *range = move ? profile_begin("FullyShardedDataParallel._to_kwargs") : NULL;
-    PyObject *converted = call_tree("convert_inputs", *args, *kwargs, move ? unit->handle->device : Py_None,
+    PyObject *range = mover ? profile_begin("FullyShardedDataParallel._to_kwargs") : NULL;
+    PyObject *converted = call_tree("convert_inputs", *args, *kwargs, mover ? mover->device : Py_None,
                                     cast ? unit->param_dtype : Py_None);
     profile_end(range);
     if (!converted)

@@ -215,6 +215,13 @@ static int read_index(PyObject *device, int32_t *index) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
+/* What computation waits for soonest goes first: gathers and reduce-scatters before computation, beside
+ * which the all-reduce of a hybrid reduction runs, as nobody waits for that until the end. */
+static PyObject *new_stream(struct streams *streams, enum stream_role role) {
+    int priority = role == STREAM_ALL_REDUCE ? 0 : -1;
+    return PyObject_CallMethod(streams->cuda, "Stream", "Oi", streams->device, priority);
+}
+
 /* The side streams first: by one of them the driver tells the context. */
 static int cuda_init(struct streams *streams, PyObject *device) {
     if (driver_init() < 0 || !(streams->cuda = PyImport_ImportModule("torch.cuda")))
@@ -225,8 +232,7 @@ static int cuda_init(struct streams *streams, PyObject *device) {
     if (!result)
         result = (streams->set_stream = PyObject_GetAttrString(streams->cuda, "set_stream")) ? 0 : -1;
     for (int role = STREAM_COMPUTE + 1; !result && role < STREAM_ROLES; role++)
-        result =
-            adopt_stream(streams, (enum stream_role)role, PyObject_CallMethod(streams->cuda, "Stream", "O", device));
+        result = adopt_stream(streams, (enum stream_role)role, new_stream(streams, (enum stream_role)role));
     if (!result)
         result =
             driver_check(driver.context_of_stream(streams->raw[STREAM_UNSHARD], &streams->context), "cuStreamGetCtx");

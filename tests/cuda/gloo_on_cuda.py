@@ -1,6 +1,6 @@
-"""Ranks that share one GPU: gloo gathers and scatters no CUDA tensors, so the public functions go by the CPU.
+"""Ranks that share one GPU: gloo promises no gathers and scatters of CUDA tensors, so the functions go by the CPU.
 
-Both implementations call them by these names, so both get the same numbers. Every function waits for the device.
+Both implementations call them by their public names, so both get the same numbers. Every function waits for the device.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fsdp_c import agreement, redistribution
 
 _GATHERS = ("all_gather_into_tensor", "all_gather_single")
 _SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")
@@ -33,10 +36,19 @@ def _scatter(
     output.copy_(total.chunk(dist.get_world_size(group))[dist.get_rank(group)])
 
 
+_digests = agreement._gather
+
+
+def _gather_digests(digest: bytes, group: Any, device: torch.device) -> list[bytes]:
+    return _digests(digest, group, torch.device("cpu"))
+
+
 @contextlib.contextmanager
 def through_the_cpu() -> Iterator[None]:
-    """Replace the gathers and scatters of torch.distributed in the body."""
+    """Replace the gathers and scatters of torch.distributed in the body, and what fsdp_c calls by other names."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(agreement, "_gather", _gather_digests))
+        stack.enter_context(mock.patch.object(redistribution, "_all_gather_single", _gather))
         for names, function in ((_GATHERS, _gather), (_SCATTERS, _scatter)):
             for name in names:
                 if hasattr(dist, name):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
+from benchmarks.common import NoopGroup
 from tests.parity.engine import implementation
 from tests.ranks import on_ranks
 
@@ -320,3 +321,35 @@ def test_prefetch_changes_no_bit_of_the_gradients(rank: int, world_size: int, mo
             step(model, rank)
     for one, other in zip(plain.parameters(), prefetching.parameters(), strict=True):
         assert (one.grad is None and other.grad is None) or torch.equal(one.grad, other.grad)
+
+
+class Telling(NoopGroup):
+    """Writes down how its collectives are called."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.options: list[tuple[str, bool]] = []
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        self.options.append(("AG", opts is not None and opts.asyncOp))
+        return super()._allgather_base(output, input, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        self.options.append(("RS", opts.asyncOp))
+        return super()._reduce_scatter_base(output, input, opts)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        self.options.append(("AR", opts.asyncOp))
+        return self.broadcast(tensors)
+
+
+@pytest.mark.parametrize("strategy, kinds", [("FULL_SHARD", {"AG", "RS"}), ("NO_SHARD", {"AR"})])
+@on_ranks(1)
+def test_nccl_is_told_to_run_on_the_current_stream(rank: int, world_size: int, strategy: str, kinds: set[str]) -> None:
+    group = Telling()
+    model = build("fsdp_c", strategy, process_group=group)
+    group.options.clear()
+    step(model, rank)
+    step(model, rank)
+    assert {kind for kind, _ in group.options} >= kinds
+    assert {kind for kind, is_async in group.options if is_async} == set()

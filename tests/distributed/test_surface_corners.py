@@ -335,3 +335,13 @@ def test_writes_in_place_into_flat_parameters_are_seen_by_the_next_forward(rank:
         for param in reference.parameters():
             param.mul_(0.5)
     torch.testing.assert_close(model(batch(rank)), reference(batch(rank)))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["with parameters", "without"])
+@on_ranks(1)
+def test_a_root_moves_the_inputs_to_where_its_tree_computes(rank: int, world_size: int, own: bool) -> None:
+    """D-020: also a root whose parameters all belong to inner units."""
+    inner = wrap(nn.Linear(WIDTH, WIDTH))
+    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner) if own else nn.Sequential(inner), auto_wrap_policy=None)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        model(torch.ones(2, WIDTH, device="meta"))

@@ -21,11 +21,13 @@ class Cuda(ModuleType):
         self.library, self.driver, self.backend = library, driver, backend
         self.said: list[Any] = []
         self.streams = 0
+        self.priorities: list[int] = []
         self.now = 0
         self.current = SimpleNamespace(cuda_stream=0, device_index=0)
 
-    def Stream(self, device: Any) -> Any:
+    def Stream(self, device: Any, priority: int = 0) -> Any:
         self.streams += 1
+        self.priorities.append(priority)
         return SimpleNamespace(cuda_stream=100 * (device.index + 1) + self.streams, device_index=device.index)
 
     def current_stream(self, device: Any) -> Any:
@@ -114,6 +116,13 @@ def the_default_stream_is_left_and_come_back_to(folder: str) -> None:
         "record event 1 stream 0 context 1",
         "synchronize event 1 stream 0 context 1",
     ]
+    library.finish()
+
+
+def only_the_all_reduce_does_not_go_before_computation(folder: str) -> None:
+    """Its stream is the last."""
+    library, _, cuda = started(folder, 0, 0)
+    assert cuda.priorities == [-1, -1, -1, 0]
     library.finish()
 
 
@@ -229,6 +238,7 @@ CASES = {
     case.__name__: case
     for case in (
         the_default_stream_is_left_and_come_back_to,
+        only_the_all_reduce_does_not_go_before_computation,
         another_current_device_stays_and_is_not_used,
         a_thread_without_context_gets_none_of_another_device,
         a_step_under_another_stream_comes_after_the_one_before,

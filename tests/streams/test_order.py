@@ -50,9 +50,14 @@ class Trainer:
         torch.manual_seed(3)
         self.rank = rank
         strategy = ShardingStrategy[arguments.pop("strategy", "FULL_SHARD")]
+        mesh, hybrid = arguments.pop("hybrid_blocks", (None, []))
+        whole = Net(**(net or {}))
+        for index in hybrid:
+            inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
+            whole.blocks[index] = FSDP(whole.blocks[index], device_id=torch.device("cpu"), **inner)
         self.model = FSDP(
-            Net(**(net or {})),
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            whole,
+            auto_wrap_policy=None if hybrid else ModuleWrapPolicy({Block}),
             sharding_strategy=strategy,
             device_id=torch.device("cpu"),
             **({"use_orig_params": True} | arguments),
@@ -209,6 +214,24 @@ def step_in_backward(trainer: Trainer) -> None:
         trainer.forward().backward()
 
 
+def replace_parameters(trainer: Trainer) -> None:
+    """Between steps, by tensors that nobody else holds; the first unit's on the way to its forward."""
+    replace(trainer.model.module.inp)
+    for _ in range(2):
+        trainer.step()
+        replace(trainer.model)
+    hook = trainer.model.module.blocks[0].module.register_forward_hook(
+        lambda *_: replace(trainer.model.module.blocks[2])
+    )
+    trainer.step()
+    hook.remove()
+
+
+def replace(module: Any) -> None:
+    for param in module.parameters():
+        param.data = param.data * 0.9
+
+
 # ---- every one of them is ordered
 
 Body = Callable[[Trainer], None]
@@ -238,6 +261,10 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "evaluate in full precision": (evaluate, {"mixed_precision": BF16, "limit_all_gathers": False}),
     "look at parameters": (look_at_parameters, {"limit_all_gathers": False}),
     "look at parameters, bf16": (look_at_parameters, {"mixed_precision": BF16, "strategy": "SHARD_GRAD_OP"}),
+    "replaced": (replace_parameters, {"limit_all_gathers": False, "forward_prefetch": True}),
+    "replaced, bf16": (replace_parameters, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "replaced, flat": (replace_parameters, {"use_orig_params": False, "limit_all_gathers": False}),
+    "replaced, offload": (replace_parameters, {"cpu_offload": CPUOffload(True), "forward_prefetch": True}),
     "a unit alone": (call_a_unit_alone, {"limit_all_gathers": False}),
     "raise in forward": (raise_in_forward, {"limit_all_gathers": False}),
     "raise in backward": (raise_in_backward, {"limit_all_gathers": False}),
@@ -303,6 +330,16 @@ def test_every_access_of_a_hybrid_step_is_ordered(rank: int, world_size: int, na
     assert_ordered(record_hybrid(rank, name, strategy).trace)
 
 
+@on_ranks(4)
+def test_a_tree_may_be_hybrid_in_part(rank: int, world_size: int) -> None:
+    """The reductions of its other units end on another stream."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    with recording() as recorder:
+        trainer = Trainer(rank, strategy="FULL_SHARD", hybrid_blocks=(mesh, [0, 2]))
+        accumulate(trainer)
+    assert_ordered(recorder.trace)
+
+
 # ---- memory
 
 POOLED = ["FULL_SHARD", "SHARD_GRAD_OP", "bf16", "prefetch after", "no prefetch", "forward prefetch", "evaluate"]
@@ -363,6 +400,35 @@ def counting_entries_after_updates(trainer: Trainer, recorder: Recorder) -> list
 
     trainer.update = counted  # type: ignore[method-assign]
     return ends
+
+
+class FullPool:
+    """Refuses to grow a storage for the first time, or ``always``; the second try is the one beside the pool."""
+
+    def __init__(self, always: bool) -> None:
+        self.resize, self.always, self.refused = torch.UntypedStorage.resize_, always, 0
+        self.last: Any = None
+
+    def __call__(self, storage: Any, nbytes: int) -> Any:
+        if nbytes and (self.always or storage._cdata != self.last):
+            self.last = storage._cdata
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.last = None
+        return self.resize(storage, nbytes)
+
+
+@on_ranks(2)
+def test_what_a_full_pool_refuses_is_taken_beside_it(rank: int, world_size: int) -> None:
+    """There torch's allocator gives back what others have freed; a device that is full all the same says so."""
+    for always in (False, True):
+        pool = FullPool(always)
+        with recording(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes, pool=pool: pool(storage, nbytes))
+            trainer = Trainer(rank)
+            with pytest.raises(torch.OutOfMemoryError) if always else contextlib.nullcontext():
+                plain(trainer)
+        assert pool.refused == 2 if always else pool.refused > 7 * STEPS
 
 
 def test_memory_that_is_kept_is_found_by_what_comes_after_it() -> None:

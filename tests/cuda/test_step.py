@@ -1,0 +1,218 @@
+"""What only a GPU shows of a step: its memory, what it waits for, and that no result depends on timing."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.cuda.test_parity import GPU, TIMEOUT_S, over
+from tests.ranks import on_ranks
+
+WIDTH = 1024
+BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+TRANSFERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bf16": {"mixed_precision": BF16, "forward_prefetch": True, "limit_all_gathers": False},
+    "offload": {"cpu_offload": CPUOffload(True)},
+    "offload, bf16": {"cpu_offload": CPUOffload(True), "mixed_precision": BF16},
+}
+
+
+def large(**options: Any) -> Any:
+    torch.manual_seed(1)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)))
+    policy = ModuleWrapPolicy({nn.Linear})
+    return FSDP(layers, auto_wrap_policy=policy, device_id=GPU, use_orig_params=True, **options)
+
+
+@pytest.fixture
+def one_of_four() -> Iterator[None]:
+    """The first of ranks whose collectives send nothing: memory and time are as with others, numbers are not."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def step(model: nn.Module) -> None:
+    model(torch.randn(64, WIDTH, device=GPU)).square().mean().backward()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+@pytest.mark.usefixtures("one_of_four")
+def test_a_step_takes_no_memory_from_the_driver_after_the_first_ones(name: str) -> None:
+    model = large(**TRANSFERS[name])
+    for _ in range(3):
+        step(model)
+    before = torch.cuda.memory_stats()
+    for _ in range(5):
+        step(model)
+    after = torch.cuda.memory_stats()
+    assert after["num_device_alloc"] == before["num_device_alloc"]
+    assert after["reserved_bytes.all.peak"] == before["reserved_bytes.all.peak"]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_peak_memory_does_not_depend_on_timing() -> None:
+    """The same whether the host runs far ahead of the device or waits for it after every unit."""
+    peaks = []
+    for slow in (False, True):
+        model = large()
+        for module in model.modules() if slow else ():
+            module.register_forward_hook(lambda *_: torch.cuda.synchronize())
+        step(model)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        step(model)
+        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - base)
+        del model
+        gc.collect()
+    assert peaks[0] == peaks[1]
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_a_step_never_waits_for_the_device() -> None:
+    model = large(limit_all_gathers=False)
+    step(model)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("one_of_four")
+def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
+    """What another stream has freed is given back to the driver for it."""
+    step(large())
+    model = large()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.empty(2**28, dtype=torch.uint8, device=GPU)  # freed at once, and kept by torch's allocator
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+    try:
+        step(model)
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# ---- ranks
+
+
+def results(model: Any, delay: int) -> list[Tensor]:
+    """Gradients, and parameters after each step, on a device made late: a missing wait shows as other numbers."""
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for index in range(4):
+        if delay:
+            torch.cuda._sleep(index * delay)
+        model(torch.randn(64, WIDTH)).square().mean().backward()
+        if delay:
+            torch.cuda._sleep(delay)
+        found += [param.grad.detach().clone() for param in model.parameters() if param.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [param.detach().clone() for param in model.parameters()]
+    return [one.cpu() for one in found]
+
+
+def assert_alike(one: list[Tensor], other: list[Tensor]) -> None:
+    assert len(one) == len(other) > 0
+    assert [place for place, pair in enumerate(zip(one, other, strict=True)) if not torch.equal(*pair)] == []
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+@on_ranks(2, TIMEOUT_S)
+def test_results_do_not_depend_on_timing(rank: int, world_size: int, name: str) -> None:
+    with over("gloo"):
+        assert_alike(results(large(**TRANSFERS[name]), 0), results(large(**TRANSFERS[name]), 3_000_000))
+
+
+@pytest.mark.parametrize("name", TRANSFERS)
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_results_do_not_depend_on_timing_over_nccl(rank: int, world_size: int, name: str) -> None:
+    """Nothing makes the host wait here, as the gathers through the CPU do."""
+    with over("nccl") as group:
+        options = TRANSFERS[name] | group
+        assert_alike(results(large(**options), 0), results(large(**options), 3_000_000))
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_steps_under_streams_of_the_user_give_the_same(rank: int, world_size: int) -> None:
+    with over("nccl") as group:
+        expected = results(large(**group), 0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            actual = results(large(**group), 3_000_000)
+        assert_alike(expected, actual)
+
+
+FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig())
+SHARDED = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=True))
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])
+@pytest.mark.parametrize("name", ["plain", "offload"])
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_state_dicts_bring_back_what_was_saved_over_nccl(rank: int, world_size: int, name: str, kind: Any) -> None:
+    """NCCL sends from the GPU alone, wherever shards and state dicts lie."""
+    with over("nccl") as group:
+        model = large(**TRANSFERS[name] | group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with FSDP.state_dict_type(model, *kind):
+            train_once(model, optimizer)
+            saved, saved_optimizer = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+            train_once(model, optimizer)
+            expected = state_of(model, optimizer)
+            train_once(model, optimizer)
+            model.load_state_dict(saved)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved_optimizer))
+            train_once(model, optimizer)
+        assert_alike(state_of(model, optimizer), expected)
+
+
+def train_once(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    torch.manual_seed(2)
+    model(torch.randn(8, WIDTH)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def state_of(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    tensors = [param.detach() for param in model.parameters()]
+    for state in optimizer.state.values():
+        tensors += [value for _, value in sorted(state.items())]
+    return [tensor.cpu().clone() for tensor in tensors]
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_full_parameters_are_shown_and_written_back_over_nccl(rank: int, world_size: int) -> None:
+    with over("nccl") as group:
+        for options in TRANSFERS.values():
+            model = large(**options | group)
+            with FSDP.summon_full_params(model):
+                for param in model.parameters():
+                    param.data.fill_(0.5)
+            with FSDP.summon_full_params(model, writeback=False):
+                assert all(bool((param == 0.5).all()) and param.device == GPU for param in model.parameters())
