@@ -179,6 +179,7 @@ static int step_in_backward(struct unit *unit) {
         return -1;
     if (handle_hand_over(unit->handle) < 0)
         return -1;
+    unit->stepped_in = schedule->num_begins;
     PyObject *done = PyObject_CallMethod(unit->handle_object, "step_in_backward", NULL);
     Py_XDECREF(done);
     return done ? handle_collect_user_grads(unit->handle) : -1;

@@ -60,6 +60,7 @@ struct unit {
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t ledger_index;           /* of its name in the ledger, -1: none */
     stream_event gathered;          /* owned; end of this unit's last all-gather */
+    int64_t stepped_in; /* the last step in whose backward the unit's optimizers stepped, as the schedule counts */
 };
 
 struct unit_spec {

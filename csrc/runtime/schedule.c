@@ -102,6 +102,7 @@ int schedule_reserve(struct runtime *runtime) {
 
 int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
+    schedule->num_begins++;
     if (stream_follow(streams) < 0 || stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
         return -1;
     if (stream_wait(streams, STREAM_PRE_UNSHARD, schedule->step_begin) < 0)
@@ -169,13 +170,16 @@ static bool is_there(const struct unit *unit) {
     return unit->handle->form->is_local && !replaced[REPLACED_UNSHARD];
 }
 
-/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. */
+/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
+ * after that, and after a step of the unit's optimizers in this backward. */
 static int take_changes(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
     struct handle *handle = unit->handle;
+    bool has_stepped = unit->stepped_in == schedule->num_begins;
     handle->changes_taken = handle->copied_changes = false;
     if (handle_take_changes(handle) < 0)
         return -1;
-    return handle->copied_changes ? schedule_begin_step(&unit->runtime->schedule) : 0;
+    return handle->copied_changes || has_stepped ? schedule_begin_step(schedule) : 0;
 }
 
 /* What the gather reads is made beside the gather before it, and while the host waits for the limiter. */
@@ -193,6 +197,7 @@ static int make_input(struct unit *unit) {
         return -1;
     if (stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made) < 0)
         return -1;
+    schedule->uploading = schedule->uploading || unit->handle->offload;
     return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
 }
 
@@ -330,15 +335,23 @@ int schedule_wait_reduced(struct schedule *schedule) {
 
 /* ---- ends ---- */
 
+/* Computation has waited for all gathers, and they for what they read. */
 int schedule_synchronize(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
+    schedule->uploading = false;
     if (stream_record(streams, STREAM_COMPUTE, &schedule->joined) < 0)
         return -1;
     return stream_synchronize(streams, schedule->joined);
 }
 
+static int wait_for_uploads(struct schedule *schedule) {
+    bool uploading = schedule->uploading;
+    schedule->uploading = false;
+    return uploading ? stream_synchronize(&schedule->streams, schedule->input_made) : 0;
+}
+
 int schedule_settle(struct schedule *schedule) {
-    int result = schedule_wait_reduced(schedule);
+    int result = schedule_wait_reduced(schedule) < 0 ? -1 : wait_for_uploads(schedule);
     if (retirement_settle(&schedule->unsharded) < 0 || retirement_settle(&schedule->inputs) < 0)
         result = -1;
     return result;

@@ -30,6 +30,8 @@ struct schedule {
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
     stream_event input_made, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
     struct retirement unsharded, inputs;                                      /* of gathers */
+    int64_t num_begins;                                                       /* of steps, from 1 on */
+    bool uploading;             /* the host has not waited for what reads its memory */
     bool reducing;              /* the compute stream has not waited for `all_reduced` */
     PyObject *scattered_output; /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
     struct pool pool;
@@ -54,7 +56,8 @@ int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);
 int schedule_wait_reduced(struct schedule *schedule); /* computation waits for all that was finished */
 int schedule_synchronize(struct schedule *schedule);  /* the host waits for all computation enqueued */
-int schedule_settle(struct schedule *schedule);       /* the step is over: no storage is held back */
+/* The step is over: no storage is held back, and the host may write what was gathered from its memory. */
+int schedule_settle(struct schedule *schedule);
 int schedule_end_backward(
     struct schedule *schedule);               /* the same, and the stream that waits for the backward sees it all */
 int schedule_join(struct schedule *schedule); /* after an exception: computation comes after whatever was enqueued */

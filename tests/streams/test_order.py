@@ -232,6 +232,23 @@ def replace(module: Any) -> None:
         param.data = param.data * 0.9
 
 
+def step_twice_in_backward(trainer: Trainer) -> None:
+    """Reentrant checkpoints end a unit's backward once for each forward: it is gathered again after its step."""
+    _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
+    for _ in range(STEPS):
+        (trainer.forward() + trainer.forward()).backward()
+
+
+def write_after_evaluating(trainer: Trainer) -> None:
+    """On the host, which has waited for nothing that evaluation enqueued."""
+    trainer.step()
+    for _ in range(2):
+        with torch.no_grad():
+            trainer.forward()
+            for unit in FSDP.fsdp_modules(trainer.model):
+                unit._flat_param.data.mul_(0.9)
+
+
 # ---- every one of them is ordered
 
 Body = Callable[[Trainer], None]
@@ -287,6 +304,14 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
         {"cpu_offload": CPUOffload(True), "strategy": "SHARD_GRAD_OP", "mixed_precision": BF16},
     ),
     "offload, NO_SHARD": (plain, {"cpu_offload": CPUOffload(True), "strategy": "NO_SHARD", "use_orig_params": False}),
+    "offload, write after evaluating": (
+        write_after_evaluating,
+        {"cpu_offload": CPUOffload(True), "use_orig_params": False, "limit_all_gathers": False},
+    ),
+    "step twice in backward": (
+        step_twice_in_backward,
+        {"net": {"around": "reentrant"}, "limit_all_gathers": False, "mixed_precision": BF16},
+    ),
     "offload, step in backward": (step_in_backward, {"cpu_offload": CPUOffload(True)}),
     "step in backward": (step_in_backward, {"limit_all_gathers": False}),
 }
