@@ -645,6 +645,7 @@ static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(
     CHECK_EQUAL(emulated_device, 0);
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &missing), STATUS_DEVICE);
     CHECK_EQUAL(emulated_device, 0);
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK); /* the error is told once */
     emulated_device = EMULATED_NO_DEVICE;
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &second), STATUS_OK);
@@ -669,6 +670,29 @@ static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
                 STATUS_OK);
     CHECK(actual.equals(expected));
     CHECK_EQUAL(emulated_most_blocks, emulated_processors * BLOCKS_PER_PROCESSOR);
+}
+
+/* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by one. */
+static void test_a_cast_moves_vectors_where_both_sides_can(void) {
+    enum { NUMEL = 4096, EACH = VECTOR_NBYTES / 2 };
+    memory input(DTYPE_BFLOAT16, NUMEL, 4), output(DTYPE_FLOAT32, NUMEL, 4);
+    emulated_vector_loads = 0;
+    CHECK_EQUAL(table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
+                STATUS_OK);
+    CHECK(emulated_vector_loads >= NUMEL / EACH * 3 / 4);
+}
+
+/* The processors of a large GPU, some blocks each. */
+static void test_16_mebibytes_are_work_for_every_processor(void) {
+    enum { MEBIBYTES = 16, BLOCKS = 132 * 3, PART = 32 };
+    const int64_t numel = MEBIBYTES << 18; /* fp32 */
+    std::vector<char> bytes((MEBIBYTES << 20) / PART);
+    const struct byte_range range = {bytes.data(), (int64_t)bytes.size()};
+    uint64_t sum = 0;
+    CHECK(table->norms_scratch_nbytes(&numel, 1) / (int64_t)sizeof(double) >= BLOCKS);
+    emulated_most_blocks = 0;
+    CHECK_EQUAL(table->checksums(&sum, &range, 1, &on_gpu), STATUS_OK);
+    CHECK(emulated_most_blocks * PART >= BLOCKS);
 }
 
 extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **why);
@@ -699,5 +723,7 @@ int main(void) {
     RUN(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one);
     RUN(test_a_refused_launch_is_told);
     RUN(test_a_large_tensor_is_taken_in_strides_of_the_grid);
+    RUN(test_a_cast_moves_vectors_where_both_sides_can);
+    RUN(test_16_mebibytes_are_work_for_every_processor);
     return 0;
 }
