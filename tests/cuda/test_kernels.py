@@ -65,10 +65,12 @@ def test_accumulate_is_torchs_div_and_add(dtype: torch.dtype, input_dtype: torch
 @each_dtype
 def test_pack_gradients_writes_every_gradient_and_zeros_between(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
     grads = [numbers(35, input_dtype).view(5, 7), numbers(1000, input_dtype).view(50, 20).t(), numbers(3, input_dtype)]
-    out = numbers(1200, dtype, 3)
-    ops.pack_gradients(out, grads, [8, 48, 1100], 2.0)
-    expected = torch.zeros(1200, dtype=dtype, device="cuda")
-    for grad, offset in zip(grads, (8, 48, 1100), strict=True):
+    grads += [numbers(60, input_dtype).view(3, 4, 5).permute(1, 0, 2), numbers(150_000, input_dtype).view(500, 300).t()]
+    offsets = [8, 48, 1100, 1105, 1200]
+    out = numbers(160_000, dtype, 3)
+    ops.pack_gradients(out, grads, offsets, 2.0)
+    expected = torch.zeros(160_000, dtype=dtype, device="cuda")
+    for grad, offset in zip(grads, offsets, strict=True):
         expected[offset : offset + grad.numel()] = grad.reshape(-1).to(dtype).div_(2.0)
     assert same(out, expected)
 
@@ -98,6 +100,8 @@ def test_norms_repeat_to_the_bit_and_are_right(dtype: torch.dtype) -> None:
         assert all(same(ops.norms(tensors, p), norms) for _ in range(5))
         expected = torch.stack([torch.linalg.vector_norm(tensor.double(), p) for tensor in tensors])
         torch.testing.assert_close(norms, expected.to(arithmetic), rtol=1e-5, atol=0)
+        shifted = [numbers(tensor.numel() + 1, dtype)[1:].copy_(tensor) for tensor in tensors]
+        assert same(ops.norms(shifted, p), norms)  # off the 16-byte boundary
     assert same(ops.norms(tensors, float("inf")), torch.stack([one.abs().max() for one in tensors]).to(arithmetic))
 
 
@@ -192,6 +196,7 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        ops.cast_divide(source, 1.0, torch.bfloat16)  # the first call loads the kernel and takes memory, which may wait
         torch.cuda._sleep(100_000_000)
         cast = ops.cast_divide(source, 1.0, torch.bfloat16)
         event.record()
