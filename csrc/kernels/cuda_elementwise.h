@@ -306,13 +306,12 @@ enum status enqueue_in_place(const struct tensor_view *tensors, const int64_t *n
 
 /* ---- operations ---- */
 
-/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, rounded to T. */
+/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, taken in fp64, rounded to T. */
 template <typename T> struct division {
     arithmetic_of<T> reciprocal;
     bool divides;
 
-    explicit division(double divisor)
-        : reciprocal((arithmetic_of<T>)1 / (arithmetic_of<T>)divisor), divides(divisor != 1.0) {
+    explicit division(double divisor) : reciprocal((arithmetic_of<T>)(1.0 / divisor)), divides(divisor != 1.0) {
     }
 
     __device__ T operator()(T value) const {

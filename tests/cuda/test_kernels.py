@@ -42,7 +42,7 @@ def without_waiting() -> Iterator[None]:
 
 @both_dtypes
 @each_dtype
-@pytest.mark.parametrize("divisor", [1.0, 2.0, 1.5, 3.0])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 2.3])
 def test_cast_divide_is_torchs_to_and_div(dtype: torch.dtype, input_dtype: torch.dtype, divisor: float) -> None:
     for numel in NUMELS:
         source = numbers(numel + 1, input_dtype)[1:]  # off the 16-byte boundary
@@ -56,8 +56,8 @@ def test_cast_divide_is_torchs_to_and_div(dtype: torch.dtype, input_dtype: torch
 def test_accumulate_is_torchs_div_and_add(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
     for numel in NUMELS:
         accumulator, shard = numbers(numel, dtype), numbers(numel, input_dtype, 1)
-        expected = accumulator + (shard / 3.0).to(dtype)
-        ops.accumulate_shard(accumulator, shard, 3.0)
+        expected = accumulator + (shard / 2.3).to(dtype)
+        ops.accumulate_shard(accumulator, shard, 2.3)
         assert same(accumulator, expected), numel
 
 
@@ -121,7 +121,9 @@ def test_unscale_is_torchs_and_its_finding_stays_on_the_device(dtype: torch.dtyp
         tensors[3][5] = spoilt
     expected, inverse = [tensor.clone() for tensor in tensors], torch.tensor(0.00390632, device="cuda")
     ours, theirs = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
-    torch._amp_foreach_non_finite_check_and_unscale_(expected, theirs, inverse)
+    wide = [tensor.float() if dtype == torch.bfloat16 else tensor for tensor in expected]  # torch takes no bfloat16
+    torch._amp_foreach_non_finite_check_and_unscale_(wide, theirs, inverse)
+    expected = [tensor.to(dtype) for tensor in wide]
     with without_waiting():
         ops.unscale_(tensors, ours, inverse)
     assert ours.item() == theirs.item() == float(spoilt is not None)
