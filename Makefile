@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults test-cuda sanitize-cuda bench-cuda analyze soak test-asan
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build lint format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -31,7 +31,7 @@ help:
 	@echo 'make test-faults   every fault that tests/faults knows, at every point, and a million random layouts'
 	@echo 'make soak          2,000 steps under random faults, beside the same undisturbed'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
-	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA)'
+	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA, perhaps that of CUDA_PYTHON=python3)'
 	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
 	@echo 'make build         compile the extension in place'
@@ -115,11 +115,11 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
 
-# On a GPU; nothing of it has run on one yet. CUDA_PYTHON=python3 takes that interpreter with its torch and pytest, and installs
-# nothing.
+# On a GPU; nothing of it has run on one yet. CUDA_PYTHON=python3 takes that interpreter with its torch, setuptools and pytest: no
+# .venv is made, and nothing is fetched.
 CUDA_PYTHON ?= $(BIN)/python
 CUDA_PYTEST = $(CUDA_PYTHON) -m pytest
-.PHONY: build-cuda
+
 build-cuda: export FSDP_C_CUDA = 1
 build-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.installed $(VENV)/.dev)
 	$(CUDA_PYTHON) setup.py -q build_ext --inplace
@@ -127,8 +127,13 @@ build-cuda: $(if $(filter $(BIN)/python,$(CUDA_PYTHON)),$(VENV)/.installed $(VEN
 test-cuda: build-cuda
 	$(CUDA_PYTEST) tests/cuda
 
+# Every tensor in memory of its own, or an access behind its end would find its neighbour. Races are looked for where shared memory
+# is. Without graphs, which bear no such memory, and without what the host must overtake: the sanitizer holds launches up.
 sanitize-cuda: build-cuda
-	for tool in memcheck racecheck; do compute-sanitizer --tool $$tool --error-exitcode 1 $(CUDA_PYTEST) tests/cuda/test_kernels.py || exit 1; done
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+	    $(CUDA_PYTEST) tests/cuda/test_kernels.py -k "not graph and not stream"
+	compute-sanitizer --tool racecheck --error-exitcode 1 \
+	    $(CUDA_PYTEST) tests/cuda/test_kernels.py -k "norms or checksums or adamw_steps or pack"
 
 # The shifts of vectors of 16-bit elements are taken for shifts of 2-bit numbers.
 analyze: $(VENV)/.base

@@ -7,8 +7,9 @@
 #include "kernels/cuda_kernels.h"
 
 enum {
-    ADAM_WIDTH = 8, /* elements of a thread at once: whole vectors of any dtype */
-    ADAM_CHUNK_NUMEL = THREADS * ADAM_WIDTH * 4,
+    ADAM_NBYTES = 2 * VECTOR_NBYTES, /* of a thread at once, in the arithmetic's type */
+    ADAM_WORDS = ADAM_NBYTES / 4,
+    ADAM_CHUNK_NUMEL = THREADS * ADAM_NBYTES, /* four steps of a block in fp32 */
 };
 
 struct adam_item {
@@ -17,7 +18,8 @@ struct adam_item {
     int64_t numel;
     int64_t first_chunk;
     uint8_t dtypes[ADAM_OPERANDS];
-    bool aligned; /* all operands, to 16 bytes */
+    uint8_t nbytes[ADAM_OPERANDS]; /* of an element */
+    bool aligned;                  /* all operands can be moved in whole vectors */
 };
 
 enum { ADAM_ITEMS = (TABLE_NBYTES - sizeof(struct adamw_options)) / sizeof(struct adam_item) - 1 };
@@ -31,48 +33,71 @@ struct adam_table {
 
 /* ---- operands of any dtype ---- */
 
-/* Call body(type) with a value of the type of a known dtype. */
-template <typename Body> __device__ inline void with_known_type(int dtype, Body body) {
-    switch (dtype) {
-    case DTYPE_FLOAT32:
-        return body(float());
-    case DTYPE_FLOAT64:
-        return body(double());
-    case DTYPE_BFLOAT16:
-        return body(bfloat16());
-    default:
-        return body(float16());
-    }
+/* What a thread steps over at once in arithmetic A. */
+template <typename A> struct adam_width {
+    static constexpr int VALUE = ADAM_NBYTES / (int)sizeof(A);
+};
+
+/* A width of an operand of this dtype is two vectors, or one. */
+template <typename A> __host__ __device__ static constexpr bool fills_vectors(size_t nbytes) {
+    return nbytes <= sizeof(A) && adam_width<A>::VALUE * nbytes % VECTOR_NBYTES == 0;
 }
 
-template <typename A, int COUNT>
-__device__ void load_operand(A *values, const struct adam_item &item, int operand, int64_t i) {
-    with_known_type(item.dtypes[operand], [&](auto type) {
+template <typename A>
+__device__ static void load_operand(unsigned *words, const struct adam_item &item, int operand, int64_t i) {
+    size_t nbytes = item.nbytes[operand];
+    const uint4 *memory = (const uint4 *)((const char *)item.operands[operand] + (size_t)i * nbytes);
+    uint4 first = __ldcg(memory), second = {};
+    if (nbytes == sizeof(A)) {
+        second = __ldcg(memory + 1);
+    }
+    const unsigned loaded[ADAM_WORDS] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    memcpy(words, loaded, sizeof loaded);
+}
+
+template <typename A> __device__ static void convert_operand(A *values, const unsigned *words, int dtype) {
+    with_known_type(dtype, [&](auto type) {
         using T = decltype(type);
-        T loaded[COUNT];
-        load<T, COUNT>(loaded, (const T *)item.operands[operand] + i, COUNT > 1);
+        if constexpr (fills_vectors<A>(sizeof(T))) {
+            constexpr int PER_VECTOR = VECTOR_NBYTES / (int)sizeof(T);
+            T loaded[adam_width<A>::VALUE];
 #pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            values[j] = converted<A>(loaded[j]);
+            for (int v = 0; v < adam_width<A>::VALUE / PER_VECTOR; v++) {
+                from_words(loaded + v * PER_VECTOR, words + v * 4);
+            }
+#pragma unroll
+            for (int j = 0; j < adam_width<A>::VALUE; j++) {
+                values[j] = converted<A>(loaded[j]);
+            }
         }
     });
 }
 
-template <typename A, int COUNT>
-__device__ void store_operand(const A *values, const struct adam_item &item, int operand, int64_t i) {
+template <typename A>
+__device__ static void store_operand(const A *values, const struct adam_item &item, int operand, int64_t i) {
     with_known_type(item.dtypes[operand], [&](auto type) {
         using T = decltype(type);
-        T *memory = (T *)item.operands[operand] + i;
-        T stored[COUNT];
+        if constexpr (fills_vectors<A>(sizeof(T))) {
+            T stored[adam_width<A>::VALUE];
 #pragma unroll
-        for (int j = 0; j < COUNT; j++) {
-            stored[j] = converted<T>(values[j]);
+            for (int j = 0; j < adam_width<A>::VALUE; j++) {
+                stored[j] = converted<T>(values[j]);
+            }
+            store_aligned<T, adam_width<A>::VALUE>((T *)item.operands[operand] + i, stored);
         }
-        if constexpr (COUNT > 1) {
-            store_aligned<T, COUNT>(memory, stored);
-        } else {
-            *memory = stored[0];
-        }
+    });
+}
+
+template <typename A> __device__ static A load_one(const struct adam_item &item, int operand, int64_t i) {
+    return with_known_type(item.dtypes[operand], [&](auto type) {
+        return converted<A>(((const decltype(type) *)item.operands[operand])[i]);
+    });
+}
+
+template <typename A> __device__ static void store_one(A value, const struct adam_item &item, int operand, int64_t i) {
+    with_known_type(item.dtypes[operand], [&](auto type) {
+        using T = decltype(type);
+        ((T *)item.operands[operand])[i] = converted<T>(value);
     });
 }
 
@@ -103,46 +128,93 @@ __device__ adam_coefficients<A> coefficients_of(const struct adamw_options &opti
             (A)numbers.correction2_sqrt,    (A)numbers.eps,         (A)numbers.decay, (A)numbers.step_size};
 }
 
-/* COUNT elements from i on: a vector's worth of aligned operands, or one. */
-template <typename A, int COUNT>
-__device__ void step_elements(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
+/* One element's operands become what they are after the step; without amsgrad the last is not looked at. */
+template <typename A>
+__device__ static void step_element(A *operands, bool has_largest, const adam_coefficients<A> &by) {
     bool is_small = by.grad_weight < (A)0.5;
     A weight = is_small ? by.grad_weight : by.grad_weight - 1;
-    A param[COUNT], grad[COUNT], average[COUNT], square[COUNT], largest[COUNT];
+    A grad = operands[ADAM_GRAD] * by.sign, average = operands[ADAM_EXP_AVG];
+    average = fused(is_small ? average : grad, weight, grad - average);
+    A square = fused(operands[ADAM_EXP_AVG_SQ] * by.beta2, grad * by.square_weight, grad);
+    A old = has_largest ? operands[ADAM_MAX_EXP_AVG_SQ] : square;
+    A largest = old > square || old != old ? old : square;
+    A denominator = root(largest) / by.correction + by.eps;
+    operands[ADAM_PARAM] = operands[ADAM_PARAM] * by.decay + average * by.step_size / denominator;
+    operands[ADAM_EXP_AVG] = average;
+    operands[ADAM_EXP_AVG_SQ] = square;
+    operands[ADAM_MAX_EXP_AVG_SQ] = largest;
+}
+
+__device__ static bool is_written(int operand, bool has_largest) {
+    return operand != ADAM_GRAD && (operand != ADAM_MAX_EXP_AVG_SQ || has_largest);
+}
+
+/* A width of aligned operands from i on: all are on their way before the first is looked at. */
+template <typename A>
+__device__ static void step_vectors(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
+    constexpr int WIDTH = adam_width<A>::VALUE;
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
-    load_operand<A, COUNT>(param, item, ADAM_PARAM, i);
-    load_operand<A, COUNT>(grad, item, ADAM_GRAD, i);
-    load_operand<A, COUNT>(average, item, ADAM_EXP_AVG, i);
-    load_operand<A, COUNT>(square, item, ADAM_EXP_AVG_SQ, i);
-    if (has_largest) {
-        load_operand<A, COUNT>(largest, item, ADAM_MAX_EXP_AVG_SQ, i);
+    unsigned words[ADAM_OPERANDS][ADAM_WORDS] = {};
+    A values[ADAM_OPERANDS][WIDTH] = {};
+#pragma unroll
+    for (int of = 0; of < ADAM_OPERANDS; of++) {
+        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest) {
+            load_operand<A>(words[of], item, of, i);
+        }
     }
 #pragma unroll
-    for (int j = 0; j < COUNT; j++) {
-        A signed_grad = grad[j] * by.sign;
-        average[j] = fused(is_small ? average[j] : signed_grad, weight, signed_grad - average[j]);
-        square[j] = fused(square[j] * by.beta2, signed_grad * by.square_weight, signed_grad);
-        A old = has_largest ? largest[j] : square[j];
-        largest[j] = old > square[j] || old != old ? old : square[j];
-        A denominator = root(largest[j]) / by.correction + by.eps;
-        param[j] = param[j] * by.decay + average[j] * by.step_size / denominator;
+    for (int of = 0; of < ADAM_OPERANDS; of++) {
+        convert_operand<A>(values[of], words[of], item.dtypes[of]);
     }
-    store_operand<A, COUNT>(average, item, ADAM_EXP_AVG, i);
-    store_operand<A, COUNT>(square, item, ADAM_EXP_AVG_SQ, i);
-    if (has_largest) {
-        store_operand<A, COUNT>(largest, item, ADAM_MAX_EXP_AVG_SQ, i);
+#pragma unroll
+    for (int j = 0; j < WIDTH; j++) {
+        A operands[ADAM_OPERANDS];
+#pragma unroll
+        for (int of = 0; of < ADAM_OPERANDS; of++) {
+            operands[of] = values[of][j];
+        }
+        step_element(operands, has_largest, by);
+#pragma unroll
+        for (int of = 0; of < ADAM_OPERANDS; of++) {
+            values[of][j] = operands[of];
+        }
     }
-    store_operand<A, COUNT>(param, item, ADAM_PARAM, i);
+#pragma unroll
+    for (int of = 0; of < ADAM_OPERANDS; of++) {
+        if (is_written(of, has_largest)) {
+            store_operand<A>(values[of], item, of, i);
+        }
+    }
+}
+
+template <typename A>
+__device__ static void step_one(const struct adam_item &item, int64_t i, const adam_coefficients<A> &by) {
+    bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
+    A operands[ADAM_OPERANDS] = {};
+#pragma unroll
+    for (int of = 0; of < ADAM_OPERANDS; of++) {
+        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest) {
+            operands[of] = load_one<A>(item, of, i);
+        }
+    }
+    step_element(operands, has_largest, by);
+#pragma unroll
+    for (int of = 0; of < ADAM_OPERANDS; of++) {
+        if (is_written(of, has_largest)) {
+            store_one(operands[of], item, of, i);
+        }
+    }
 }
 
 template <typename A>
 __device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t end, const adam_coefficients<A> &by) {
-    int64_t vectored = item.aligned ? begin + (end - begin) / ADAM_WIDTH * ADAM_WIDTH : begin;
-    for (int64_t i = begin + (int64_t)threadIdx.x * ADAM_WIDTH; i < vectored; i += THREADS * ADAM_WIDTH) {
-        step_elements<A, ADAM_WIDTH>(item, i, by);
+    constexpr int WIDTH = adam_width<A>::VALUE;
+    int64_t vectored = item.aligned ? begin + (end - begin) / WIDTH * WIDTH : begin;
+    for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < vectored; i += THREADS * WIDTH) {
+        step_vectors<A>(item, i, by);
     }
     for (int64_t i = vectored + threadIdx.x; i < end; i += THREADS) {
-        step_elements<A, 1>(item, i, by);
+        step_one<A>(item, i, by);
     }
 }
 
@@ -180,15 +252,17 @@ template <typename A> static enum status enqueue(struct adam_table *table, const
     if (table->num_chunks > 0) {
         ENQUEUE_WITH_BARRIERS((step_tensors<A>), cuda_blocks(table->num_chunks), stream, *table);
     }
-    if (table->count > 0) {
+    enum status status = cuda_status(cudaGetLastError());
+    if (table->count > 0 && status == STATUS_OK) {
         ENQUEUE(count_steps, 1, stream, *table);
+        status = cuda_status(cudaGetLastError());
     }
     table->count = 0;
     table->num_chunks = 0;
-    return cuda_status(cudaGetLastError());
+    return status;
 }
 
-static void add_item(struct adam_table *table, const struct adam_tensor *tensor) {
+template <typename A> static void add_item(struct adam_table *table, const struct adam_tensor *tensor) {
     struct adam_item *item = &table->items[table->count++];
     item->step = tensor->step;
     item->numel = tensor->numel;
@@ -197,7 +271,9 @@ static void add_item(struct adam_table *table, const struct adam_tensor *tensor)
     for (int i = 0; i < ADAM_OPERANDS; i++) {
         item->operands[i] = tensor->operands[i].data;
         item->dtypes[i] = (uint8_t)tensor->operands[i].dtype;
-        item->aligned = item->aligned && is_aligned(item->operands[i]);
+        item->nbytes[i] = (uint8_t)element_nbytes(tensor->operands[i].dtype);
+        bool is_vectored = is_aligned(item->operands[i]) && fills_vectors<A>(item->nbytes[i]);
+        item->aligned = item->aligned && (is_vectored || !item->operands[i]);
     }
     table->num_chunks += (tensor->numel + ADAM_CHUNK_NUMEL - 1) / ADAM_CHUNK_NUMEL;
 }
@@ -214,7 +290,7 @@ static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_
     for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
         bool is_double = tensors[i].operands[ADAM_PARAM].dtype == DTYPE_FLOAT64;
         if (is_double == is_same_type<A, double>::value) {
-            add_item(&table, &tensors[i]);
+            add_item<A>(&table, &tensors[i]);
         }
         if (table.count == (int32_t)ADAM_ITEMS) {
             status = enqueue<A>(&table, stream);

@@ -4,7 +4,11 @@
 #include "kernels/cuda_join.h"
 #include "kernels/cuda_kernels.h"
 
-enum { CHUNK_WORDS = 8 * 1024 };
+enum {
+    CHUNK_WORDS = 4 * 1024, /* so few that 16 MiB have work for every processor */
+    VECTORS_AT_ONCE = 4,    /* of two words, of a thread: they hide the latency */
+    WORDS_AT_ONCE = VECTORS_AT_ONCE * THREADS * 2,
+};
 
 struct checksum_item {
     const unsigned char *data;
@@ -46,20 +50,31 @@ __device__ static uint64_t word_at(const struct checksum_item &item, int64_t ind
     return word;
 }
 
-/* One thread's share of a chunk: every THREADS-th vector of two words. */
+/* The terms of whole, aligned vectors that lie THREADS apart, from the word `first` on. */
+__device__ static uint64_t sum_vectors(const struct checksum_item &item, int64_t first) {
+    uint64_t words[VECTORS_AT_ONCE][2];
+    uint64_t sum = 0;
+#pragma unroll
+    for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+        load<uint64_t, 2>(words[v], (const uint64_t *)item.data + first + v * THREADS * 2, true);
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+        int64_t i = first + v * THREADS * 2;
+        sum += checksum_term(words[v][0], i) + checksum_term(words[v][1], i + 1);
+    }
+    return sum;
+}
+
+/* One thread's share of a chunk. */
 __device__ static uint64_t sum_chunk(const struct checksum_item &item, int64_t begin, int64_t end) {
     uint64_t sum = 0;
     bool aligned = is_aligned(item.data);
-#pragma unroll 4
-    for (int64_t i = begin + (int64_t)threadIdx.x * 2; i < end; i += THREADS * 2) {
-        if (aligned && (i + 2) * WORD_NBYTES <= item.nbytes) {
-            uint64_t words[2];
-            load<uint64_t, 2>(words, (const uint64_t *)item.data + i, true);
-            sum += checksum_term(words[0], i) + checksum_term(words[1], i + 1);
-        } else {
-            sum += checksum_term(word_at(item, i), i);
-            sum += i + 1 < end ? checksum_term(word_at(item, i + 1), i + 1) : 0;
-        }
+    for (; aligned && (begin + WORDS_AT_ONCE) * WORD_NBYTES <= item.nbytes && begin < end; begin += WORDS_AT_ONCE) {
+        sum += sum_vectors(item, begin + (int64_t)threadIdx.x * 2);
+    }
+    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
+        sum += checksum_term(word_at(item, i), i);
     }
     return sum;
 }

@@ -1,7 +1,7 @@
 /* One kernel behind all elementwise ones: output[i] = operation(output[i], input[i]) over any number of segments.
  *
  *   segment   | head | chunk 0 | chunk 1 | ... | last chunk, perhaps short | zeros |
- *              up to the output's next 16 bytes
+ *              up to 16 aligned bytes of the output, and of the input where they can be had
  *
  * A launch takes a table of segments by value; a block takes chunks, of any segment, in strides of the grid. Threads move 16
  * bytes at a time wherever the memory is aligned so, and as many vectors at once as hide the latency. */
@@ -106,15 +106,26 @@ template <typename Out, typename In> struct step {
     static constexpr int64_t CHUNK_NUMEL = BLOCK_NUMEL * DEPTH;
 };
 
-/* Elements before the output's next vector. Elements lie at multiples of their size. */
-template <typename Out> __host__ __device__ inline int64_t head_of(const Out *output, int64_t total) {
-    int64_t head = (int64_t)((VECTOR_NBYTES - (uintptr_t)output % VECTOR_NBYTES) % VECTOR_NBYTES / sizeof(Out));
+/* Elements before one of the output's next vectors: the first at which the input is aligned too, if there is one. Elements lie
+ * at multiples of their size. */
+template <typename Out, typename In> __host__ __device__ inline int64_t head_of(const struct segment &segment) {
+    constexpr int64_t PER_VECTOR = VECTOR_NBYTES / sizeof(Out);
+    uintptr_t output = (uintptr_t)segment.output, input = (uintptr_t)segment.input;
+    int64_t next = (int64_t)((VECTOR_NBYTES - output % VECTOR_NBYTES) % VECTOR_NBYTES / sizeof(Out));
+    int64_t head = next;
+    for (int64_t i = next; i < next + step<Out, In>::NUMEL; i += PER_VECTOR) {
+        if ((input + (uintptr_t)i * sizeof(In)) % VECTOR_NBYTES == 0) {
+            head = i;
+            break;
+        }
+    }
+    int64_t total = segment.numel + segment.zeros;
     return head < total ? head : total;
 }
 
 template <typename Out, typename In> __host__ __device__ inline int64_t chunks_of(const struct segment &segment) {
     int64_t total = segment.numel + segment.zeros;
-    int64_t body = total - head_of((const Out *)segment.output, total);
+    int64_t body = total - head_of<Out, In>(segment);
     int64_t chunks = (body + step<Out, In>::CHUNK_NUMEL - 1) / step<Out, In>::CHUNK_NUMEL;
     return chunks > 0 ? chunks : total > 0;
 }
@@ -183,8 +194,7 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         one_by_one(vectored, end);
     }
 
-    __device__ void run(int64_t chunk, int64_t total) const {
-        int64_t head = head_of(output, total);
+    __device__ void run(int64_t chunk, int64_t head, int64_t total) const {
         int64_t begin = head + chunk * step<Out, In>::CHUNK_NUMEL;
         int64_t end = begin + step<Out, In>::CHUNK_NUMEL;
         if (chunk == 0) {
@@ -223,7 +233,7 @@ __global__ void __launch_bounds__(THREADS)
         const struct segment &segment = item_of(table.segments, table.count, chunk);
         chunk_worker<Out, In, Operation> worker = {(Out *)segment.output, (const In *)segment.input, segment.numel,
                                                    operation};
-        worker.run(chunk - segment.first_chunk, segment.numel + segment.zeros);
+        worker.run(chunk - segment.first_chunk, head_of<Out, In>(segment), segment.numel + segment.zeros);
     }
 }
 
@@ -296,13 +306,12 @@ enum status enqueue_in_place(const struct tensor_view *tensors, const int64_t *n
 
 /* ---- operations ---- */
 
-/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, rounded to T. */
+/* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, taken in fp64, rounded to T. */
 template <typename T> struct division {
     arithmetic_of<T> reciprocal;
     bool divides;
 
-    explicit division(double divisor)
-        : reciprocal((arithmetic_of<T>)1 / (arithmetic_of<T>)divisor), divides(divisor != 1.0) {
+    explicit division(double divisor) : reciprocal((arithmetic_of<T>)(1.0 / divisor)), divides(divisor != 1.0) {
     }
 
     __device__ T operator()(T value) const {

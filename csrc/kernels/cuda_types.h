@@ -122,22 +122,13 @@ template <typename To, typename From> __host__ __device__ inline To converted(Fr
     }
 }
 
-/* One number of any dtype, on the device. */
-__device__ inline double read_number(const void *number, enum dtype dtype) {
-    switch (dtype) {
-    case DTYPE_FLOAT32:
-        return *(const float *)number;
-    case DTYPE_FLOAT64:
-        return *(const double *)number;
-    case DTYPE_BFLOAT16:
-        return float_from_bfloat16(*(const bfloat16 *)number);
-    default:
-        return float_from_float16(*(const float16 *)number);
-    }
+inline int64_t element_nbytes(enum dtype dtype) {
+    return dtype == DTYPE_FLOAT64 ? 8 : dtype == DTYPE_FLOAT32 ? 4 : 2;
 }
 
-/* Call body(type) with a value of the type of `dtype`. */
-template <typename Body> enum status with_type(enum dtype dtype, Body body) {
+/* Call body(type) with a value of the type of a dtype below DTYPE_COUNT. A body is of the side that calls. */
+#pragma nv_exec_check_disable
+template <typename Body> __host__ __device__ inline auto with_known_type(int dtype, Body body) {
     switch (dtype) {
     case DTYPE_FLOAT32:
         return body(float());
@@ -145,11 +136,21 @@ template <typename Body> enum status with_type(enum dtype dtype, Body body) {
         return body(double());
     case DTYPE_BFLOAT16:
         return body(bfloat16());
-    case DTYPE_FLOAT16:
-        return body(float16());
     default:
-        return STATUS_UNSUPPORTED;
+        return body(float16());
     }
+}
+
+template <typename Body> enum status with_type(enum dtype dtype, Body body) {
+    return (unsigned)dtype < DTYPE_COUNT ? with_known_type(dtype, body) : STATUS_UNSUPPORTED;
+}
+
+/* One number of any dtype, on the device. */
+__device__ inline double read_number(const void *number, enum dtype dtype) {
+    return with_known_type(dtype, [&](auto type) {
+        using T = decltype(type);
+        return (double)element<T>::load(*(const T *)number);
+    });
 }
 
 template <typename Body> enum status with_types(enum dtype first, enum dtype second, Body body) {

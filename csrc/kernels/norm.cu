@@ -9,7 +9,10 @@
 #include "kernels/cuda_join.h"
 #include "kernels/cuda_kernels.h"
 
-enum { CHUNK_NUMEL = 64 * 1024 };
+enum {
+    CHUNK_NUMEL = 8 * 1024, /* so few that 16 MiB have work for every processor */
+    VECTORS_AT_ONCE = 4,    /* of a thread: they hide the latency */
+};
 
 /* One tensor of a launch, and where its partial sums lie in scratch. */
 struct norm_input {
@@ -101,23 +104,38 @@ template <typename A> struct largest_magnitude {
 
 /* ---- the kernels ---- */
 
+/* Vectors' worths of elements that lie THREADS apart, added one after the other; every load is issued before the first sum. */
+template <typename In, typename A, typename Kind>
+__device__ A join_vectors(A result, const In *input, bool aligned, const Kind &kind) {
+    constexpr int WIDTH = VECTOR_NBYTES / sizeof(In);
+    In values[VECTORS_AT_ONCE][WIDTH];
+#pragma unroll
+    for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+        load<In, WIDTH>(values[v], input + (int64_t)v * THREADS * WIDTH, aligned);
+    }
+#pragma unroll
+    for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+#pragma unroll
+        for (int j = 0; j < WIDTH; j++) {
+            result = kind.joined(result, kind.term((A)element<In>::load(values[v][j])));
+        }
+    }
+    return result;
+}
+
 /* One thread's share of a chunk: every THREADS-th vector's worth of elements, by place and not by address. */
 template <typename In, typename A, typename Kind>
 __device__ A join_chunk(const In *input, int64_t begin, int64_t end, const Kind &kind) {
     constexpr int WIDTH = VECTOR_NBYTES / sizeof(In);
+    constexpr int64_t AT_ONCE = (int64_t)VECTORS_AT_ONCE * THREADS * WIDTH;
     bool aligned = is_aligned(input);
     A result = 0;
+    for (; end - begin >= AT_ONCE; begin += AT_ONCE) {
+        result = join_vectors<In, A>(result, input + begin + (int64_t)threadIdx.x * WIDTH, aligned, kind);
+    }
     for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < end; i += THREADS * WIDTH) {
-        In values[WIDTH];
-        if (i + WIDTH <= end) {
-            load<In, WIDTH>(values, input + i, aligned);
-        }
-#pragma unroll
-        for (int j = 0; j < WIDTH; j++) {
-            if (i + j < end) {
-                In value = i + WIDTH <= end ? values[j] : input[i + j];
-                result = kind.joined(result, kind.term((A)element<In>::load(value)));
-            }
+        for (int64_t j = i; j < end && j < i + WIDTH; j++) {
+            result = kind.joined(result, kind.term((A)element<In>::load(input[j])));
         }
     }
     return result;

@@ -137,10 +137,17 @@ __global__ void __launch_bounds__(THREADS)
         struct tile_place place = place_of(source, tile);
         const In *input = (const In *)source.input + place.input;
         Out *output = (Out *)source.output + place.output;
-        for (int64_t y = threadIdx.x / TILE; y < TILE && y < place.num_columns; y += THREADS / TILE) {
-            if (x < place.num_rows) {
-                values[y][x] = input[y * column_step + x];
+        In loaded[TILE * TILE / THREADS] = {}; /* all are on their way before the first is put down */
+#pragma unroll
+        for (int i = 0; i < TILE * TILE / THREADS; i++) {
+            int64_t y = threadIdx.x / TILE + i * (THREADS / TILE);
+            if (x < place.num_rows && y < place.num_columns) {
+                loaded[i] = input[y * column_step + x];
             }
+        }
+#pragma unroll
+        for (int i = 0; i < TILE * TILE / THREADS; i++) {
+            values[threadIdx.x / TILE + i * (THREADS / TILE)][x] = loaded[i];
         }
         __syncthreads();
         for (int64_t y = threadIdx.x / TILE; y < TILE && y < place.num_rows; y += THREADS / TILE) {
@@ -203,16 +210,12 @@ static enum status enqueue_strided(struct strided_source source, const Operation
 
 /* ---- the whole ---- */
 
-static int64_t nbytes_of(enum dtype dtype) {
-    return dtype == DTYPE_FLOAT64 ? 8 : dtype == DTYPE_FLOAT32 ? 4 : 2;
-}
-
 static bool is_present(const struct pack_source *source) {
     return source->view.data && source->numel > 0;
 }
 
 static char *output_at(const struct pack *pack, int64_t offset) {
-    return pack->output + offset * nbytes_of(pack->output_dtype);
+    return pack->output + offset * element_nbytes(pack->output_dtype);
 }
 
 static enum status flush(const struct pack *pack, struct segment_table *table, enum dtype input_dtype) {

@@ -15,6 +15,7 @@ enum status cuda_status(cudaError_t error) {
         return STATUS_OK;
     }
     last_error = error;
+    cudaGetLastError(); /* the runtime keeps it as well, and the next launch would be taken to have failed */
     return STATUS_DEVICE;
 }
 

@@ -8,6 +8,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "torch/torch_abi.h"
 
@@ -24,8 +25,18 @@ static bool find_library(char *path, size_t size) {
     return snprintf(path, size, "%.*s_cuda.so", folder, module.dli_fname) < (int)size;
 }
 
+/* A library that is there and cannot be loaded lacks something: the loader says what. */
+static const char *why_not_loaded(const char *path) {
+    static char text[512];
+    const char *said = dlerror();
+    if (access(path, F_OK) != 0)
+        return "fsdp_c was built without its CUDA kernels: build it where nvcc is, of the same CUDA version as torch";
+    snprintf(text, sizeof text, "fsdp_c's CUDA kernels cannot be loaded: %s", said ? said : "no reason was given");
+    return text;
+}
+
 static void load_cuda(void) {
-    char path[PATH_MAX];
+    char path[PATH_MAX] = "";
     cuda_kernels_function kernels = NULL;
     if (!torch_abi.aoti_torch_get_current_cuda_stream) {
         why_no_cuda = "this torch has no CUDA";
@@ -33,8 +44,7 @@ static void load_cuda(void) {
     }
     void *library = find_library(path, sizeof path) ? dlopen(path, RTLD_NOW | RTLD_LOCAL) : NULL;
     if (!library) {
-        why_no_cuda =
-            "fsdp_c was built without its CUDA kernels: build it where nvcc is, of the same CUDA version as torch";
+        why_no_cuda = why_not_loaded(path);
         return;
     }
     void *symbol = dlsym(library, CUDA_KERNELS_SYMBOL);

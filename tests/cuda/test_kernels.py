@@ -42,7 +42,7 @@ def without_waiting() -> Iterator[None]:
 
 @both_dtypes
 @each_dtype
-@pytest.mark.parametrize("divisor", [1.0, 2.0, 1.5, 3.0])
+@pytest.mark.parametrize("divisor", [1.0, 2.0, 3.0, 2.3])
 def test_cast_divide_is_torchs_to_and_div(dtype: torch.dtype, input_dtype: torch.dtype, divisor: float) -> None:
     for numel in NUMELS:
         source = numbers(numel + 1, input_dtype)[1:]  # off the 16-byte boundary
@@ -56,8 +56,8 @@ def test_cast_divide_is_torchs_to_and_div(dtype: torch.dtype, input_dtype: torch
 def test_accumulate_is_torchs_div_and_add(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
     for numel in NUMELS:
         accumulator, shard = numbers(numel, dtype), numbers(numel, input_dtype, 1)
-        expected = accumulator + (shard / 3.0).to(dtype)
-        ops.accumulate_shard(accumulator, shard, 3.0)
+        expected = accumulator + (shard / 2.3).to(dtype)
+        ops.accumulate_shard(accumulator, shard, 2.3)
         assert same(accumulator, expected), numel
 
 
@@ -65,10 +65,12 @@ def test_accumulate_is_torchs_div_and_add(dtype: torch.dtype, input_dtype: torch
 @each_dtype
 def test_pack_gradients_writes_every_gradient_and_zeros_between(dtype: torch.dtype, input_dtype: torch.dtype) -> None:
     grads = [numbers(35, input_dtype).view(5, 7), numbers(1000, input_dtype).view(50, 20).t(), numbers(3, input_dtype)]
-    out = numbers(1200, dtype, 3)
-    ops.pack_gradients(out, grads, [8, 48, 1100], 2.0)
-    expected = torch.zeros(1200, dtype=dtype, device="cuda")
-    for grad, offset in zip(grads, (8, 48, 1100), strict=True):
+    grads += [numbers(60, input_dtype).view(3, 4, 5).permute(1, 0, 2), numbers(150_000, input_dtype).view(500, 300).t()]
+    offsets = [8, 48, 1100, 1105, 1200]
+    out = numbers(160_000, dtype, 3)
+    ops.pack_gradients(out, grads, offsets, 2.0)
+    expected = torch.zeros(160_000, dtype=dtype, device="cuda")
+    for grad, offset in zip(grads, offsets, strict=True):
         expected[offset : offset + grad.numel()] = grad.reshape(-1).to(dtype).div_(2.0)
     assert same(out, expected)
 
@@ -98,6 +100,8 @@ def test_norms_repeat_to_the_bit_and_are_right(dtype: torch.dtype) -> None:
         assert all(same(ops.norms(tensors, p), norms) for _ in range(5))
         expected = torch.stack([torch.linalg.vector_norm(tensor.double(), p) for tensor in tensors])
         torch.testing.assert_close(norms, expected.to(arithmetic), rtol=1e-5, atol=0)
+        shifted = [numbers(tensor.numel() + 1, dtype)[1:].copy_(tensor) for tensor in tensors]
+        assert same(ops.norms(shifted, p), norms)  # off the 16-byte boundary
     assert same(ops.norms(tensors, float("inf")), torch.stack([one.abs().max() for one in tensors]).to(arithmetic))
 
 
@@ -117,7 +121,9 @@ def test_unscale_is_torchs_and_its_finding_stays_on_the_device(dtype: torch.dtyp
         tensors[3][5] = spoilt
     expected, inverse = [tensor.clone() for tensor in tensors], torch.tensor(0.00390632, device="cuda")
     ours, theirs = torch.zeros(1, device="cuda"), torch.zeros(1, device="cuda")
-    torch._amp_foreach_non_finite_check_and_unscale_(expected, theirs, inverse)
+    wide = [tensor.float() if dtype == torch.bfloat16 else tensor for tensor in expected]  # torch takes no bfloat16
+    torch._amp_foreach_non_finite_check_and_unscale_(wide, theirs, inverse)
+    expected = [tensor.to(dtype) for tensor in wide]
     with without_waiting():
         ops.unscale_(tensors, ours, inverse)
     assert ours.item() == theirs.item() == float(spoilt is not None)
@@ -192,6 +198,7 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     source, event = numbers(1 << 24, torch.float32), torch.cuda.Event()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
+        ops.cast_divide(source, 1.0, torch.bfloat16)  # the first call loads the kernel and takes memory, which may wait
         torch.cuda._sleep(100_000_000)
         cast = ops.cast_divide(source, 1.0, torch.bfloat16)
         event.record()

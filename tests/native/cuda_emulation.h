@@ -26,7 +26,9 @@
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+inline int64_t emulated_vector_loads;
 inline uint4 __ldcg(const uint4 *memory) {
+    emulated_vector_loads++;
     return *memory;
 }
 inline void __stwb(uint4 *memory, uint4 value) {
@@ -164,7 +166,7 @@ inline cudaError_t cudaGetDevice(int *device) {
 }
 inline cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device > 1) {
-        return cudaErrorInvalidDevice;
+        return emulated_launch_error = cudaErrorInvalidDevice; /* kept, as every error is */
     }
     emulated_device = device;
     return cudaSuccess;

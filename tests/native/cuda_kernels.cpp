@@ -106,13 +106,13 @@ static void test_cast_divide_equals_the_cpus(void) {
     });
 }
 
-/* torch's CUDA kernels multiply by the reciprocal in the arithmetic type. */
+/* torch's CUDA kernels multiply by the reciprocal, taken in fp64 and rounded to the arithmetic type. */
 template <typename T> static void check_reciprocal(enum dtype dtype, double divisor) {
     enum { NUMEL = 3000 };
     memory input(dtype, NUMEL), actual(dtype, NUMEL);
     fill_numbers(&input, dtype, NUMEL);
     const T *values = (const T *)input.data;
-    arithmetic_of<T> reciprocal = (arithmetic_of<T>)1 / (arithmetic_of<T>)divisor;
+    arithmetic_of<T> reciprocal = (arithmetic_of<T>)(1.0 / divisor);
     CHECK_EQUAL(table->cast_divide(actual.data, dtype, input.data, dtype, NUMEL, divisor, &on_gpu), STATUS_OK);
     for (int i = 0; i < NUMEL; i++) {
         T expected = element<T>::store(element<T>::load(values[i]) * reciprocal);
@@ -121,9 +121,9 @@ template <typename T> static void check_reciprocal(enum dtype dtype, double divi
 }
 
 static void test_division_is_a_product_with_the_reciprocal(void) {
-    check_reciprocal<float>(DTYPE_FLOAT32, 3.0);
+    check_reciprocal<float>(DTYPE_FLOAT32, 2.3); /* taken in fp32 it would be another */
     check_reciprocal<double>(DTYPE_FLOAT64, 1.5);
-    check_reciprocal<bfloat16>(DTYPE_BFLOAT16, 3.0);
+    check_reciprocal<bfloat16>(DTYPE_BFLOAT16, 2.3);
     check_reciprocal<float16>(DTYPE_FLOAT16, 1.5);
 }
 
@@ -645,6 +645,7 @@ static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(
     CHECK_EQUAL(emulated_device, 0);
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &missing), STATUS_DEVICE);
     CHECK_EQUAL(emulated_device, 0);
+    CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK); /* the error is told once */
     emulated_device = EMULATED_NO_DEVICE;
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &second), STATUS_OK);
@@ -669,6 +670,29 @@ static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
                 STATUS_OK);
     CHECK(actual.equals(expected));
     CHECK_EQUAL(emulated_most_blocks, emulated_processors * BLOCKS_PER_PROCESSOR);
+}
+
+/* Both sides of a cast begin at other bytes: what comes before the first whole vectors of both goes one by one. */
+static void test_a_cast_moves_vectors_where_both_sides_can(void) {
+    enum { CHUNK = step<float, bfloat16>::CHUNK_NUMEL, NUMEL = 2 * CHUNK, EACH = VECTOR_NBYTES / 2 };
+    memory input(DTYPE_BFLOAT16, NUMEL, 4), output(DTYPE_FLOAT32, NUMEL, 4);
+    emulated_vector_loads = 0;
+    CHECK_EQUAL(table->cast_divide(output.data, DTYPE_FLOAT32, input.data, DTYPE_BFLOAT16, NUMEL, 1.0, &on_gpu),
+                STATUS_OK);
+    CHECK_EQUAL(emulated_vector_loads, CHUNK / EACH); /* the last chunk is short, by the head */
+}
+
+/* The processors of a large GPU, some blocks each. */
+static void test_16_mebibytes_are_work_for_every_processor(void) {
+    enum { MEBIBYTES = 16, BLOCKS = 132 * 3, PART = 32 };
+    const int64_t numel = MEBIBYTES << 18; /* fp32 */
+    std::vector<char> bytes((MEBIBYTES << 20) / PART);
+    const struct byte_range range = {bytes.data(), (int64_t)bytes.size()};
+    uint64_t sum = 0;
+    CHECK(table->norms_scratch_nbytes(&numel, 1) / (int64_t)sizeof(double) >= BLOCKS);
+    emulated_most_blocks = 0;
+    CHECK_EQUAL(table->checksums(&sum, &range, 1, &on_gpu), STATUS_OK);
+    CHECK(emulated_most_blocks * PART >= BLOCKS);
 }
 
 extern "C" const struct kernel_table *fsdp_c_cuda_kernels(const char **why);
@@ -699,5 +723,7 @@ int main(void) {
     RUN(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one);
     RUN(test_a_refused_launch_is_told);
     RUN(test_a_large_tensor_is_taken_in_strides_of_the_grid);
+    RUN(test_a_cast_moves_vectors_where_both_sides_can);
+    RUN(test_16_mebibytes_are_work_for_every_processor);
     return 0;
 }

@@ -1,0 +1,59 @@
+/* links: torch/kernel_library.c */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* dladdr */
+#endif
+#include <dlfcn.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "harness.h"
+#include "torch/kernel_library.h"
+#include "torch/torch_abi.h"
+
+struct torch_abi torch_abi;
+const struct kernel_table cpu_kernels = {.version = KERNEL_TABLE_VERSION};
+
+static AOTITorchError some_stream(int32_t device_index, void **stream) {
+    (void)device_index;
+    *stream = NULL;
+    return 0;
+}
+
+/* In a process of its own, as the library is looked for once. */
+static void check_told(const char *what) {
+    pid_t child = fork();
+    int status = 0;
+    if (child == 0) {
+        const char *why = NULL;
+        bool found = kernels_of(DEVICE_CUDA, &why) != NULL;
+        fprintf(stderr, "%s\n", why);
+        _exit(!found && why && strstr(why, what) ? 0 : 1);
+    }
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+    CHECK_EQUAL(WEXITSTATUS(status), 0);
+}
+
+/* Beside the file of this program. */
+static void put_library(void) {
+    char path[4096];
+    Dl_info module;
+    CHECK(dladdr((const void *)&cpu_kernels, &module) != 0);
+    const char *slash = strrchr(module.dli_fname, '/');
+    snprintf(path, sizeof path, "%.*s_cuda.so", (int)(slash - module.dli_fname) + 1, module.dli_fname);
+    FILE *file = fopen(path, "w");
+    CHECK(file && fputs("not a library", file) >= 0 && fclose(file) == 0);
+}
+
+static void test_a_missing_library_is_told_from_one_that_cannot_be_loaded(void) {
+    check_told("this torch has no CUDA");
+    torch_abi.aoti_torch_get_current_cuda_stream = some_stream;
+    check_told("built without its CUDA kernels");
+    put_library();
+    check_told("_cuda.so: "); /* the loader's own words */
+}
+
+int main(void) {
+    RUN(test_a_missing_library_is_told_from_one_that_cannot_be_loaded);
+    return 0;
+}
