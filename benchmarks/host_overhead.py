@@ -295,13 +295,21 @@ def switch_instrumentation(on: bool) -> None:
         raise SystemExit(f"{' '.join(command)} failed with {control.returncode}")
 
 
+def discard_counts() -> None:
+    """A dump of nothing: in the first one after a switch callgrind also takes off what it counted before the switch."""
+    torch._C._valgrind_toggle()
+    torch._C._valgrind_toggle_and_dump_stats()
+
+
 def count_under_valgrind(options: argparse.Namespace) -> None:
     """The inner process: one dump per candidate, in the order written to the file of descriptions."""
-    described: list[dict[str, object]] = []
+    described: list[dict[str, object] | None] = []
     for config in configs(options):
         with group(config.world):
             built = candidates(config, options)
+            described.append(None)  # what is discarded
             switch_instrumentation(True)
+            discard_counts()
             for candidate in built:
                 candidate.step()
                 gc.collect()
@@ -347,10 +355,12 @@ def run_counted(options: argparse.Namespace, arguments: list[str]) -> list[Row]:
         )
         if done.returncode:
             raise SystemExit(f"the run under valgrind failed:\n{done.stderr[-4000:]}")
-        described = [(one["impl"], one["orig"], one["units"]) for one in json.loads(described_at.read_text())]
-        totals = dumped_totals(folder)
-    if len(totals) != len(described):
-        raise SystemExit(f"{len(totals)} dumps of callgrind for {len(described)} candidates")
+        written = json.loads(described_at.read_text())
+        dumped = dumped_totals(folder)
+    if len(dumped) != len(written):
+        raise SystemExit(f"{len(dumped)} dumps of callgrind for {len(written)} candidates")
+    described = [(one["impl"], one["orig"], one["units"]) for one in written if one]
+    totals = [total for total, one in zip(dumped, written, strict=True) if one]
     rows: list[Row] = []
     print_header("thousand instructions")
     starts = [index for index, (impl, _, _) in enumerate(described) if impl == "plain"]
