@@ -271,7 +271,7 @@ template <typename A> static void add_item(struct adam_table *table, const struc
     for (int i = 0; i < ADAM_OPERANDS; i++) {
         item->operands[i] = tensor->operands[i].data;
         item->dtypes[i] = (uint8_t)tensor->operands[i].dtype;
-        item->nbytes[i] = (uint8_t)element_nbytes(tensor->operands[i].dtype);
+        item->nbytes[i] = (uint8_t)dtype_nbytes(tensor->operands[i].dtype);
         bool is_vectored = is_aligned(item->operands[i]) && fills_vectors<A>(item->nbytes[i]);
         item->aligned = item->aligned && (is_vectored || !item->operands[i]);
     }

@@ -121,9 +121,3 @@ void group_for(const struct kernel_stream *stream, const struct group *group, in
     }
     stream_for(stream, total, grain, group_range, (void *)group);
 }
-
-int64_t dtype_nbytes(enum dtype dtype) {
-    static const int64_t nbytes[DTYPE_COUNT] = {
-        [DTYPE_FLOAT32] = 4, [DTYPE_FLOAT64] = 8, [DTYPE_BFLOAT16] = 2, [DTYPE_FLOAT16] = 2};
-    return dtype_is_known(dtype) ? nbytes[dtype] : 0;
-}

@@ -122,10 +122,6 @@ template <typename To, typename From> __host__ __device__ inline To converted(Fr
     }
 }
 
-inline int64_t element_nbytes(enum dtype dtype) {
-    return dtype == DTYPE_FLOAT64 ? 8 : dtype == DTYPE_FLOAT32 ? 4 : 2;
-}
-
 /* Call body(type) with a value of the type of a dtype below DTYPE_COUNT. A body is of the side that calls. */
 #pragma nv_exec_check_disable
 template <typename Body> __host__ __device__ inline auto with_known_type(int dtype, Body body) {

@@ -129,6 +129,19 @@ struct adamw_options {
 enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
                          const struct kernel_stream *stream);
 
-int64_t dtype_nbytes(enum dtype dtype);
+/* Of an element; 0 for a dtype that no kernel knows. */
+static inline int64_t dtype_nbytes(enum dtype dtype) {
+    switch (dtype) {
+    case DTYPE_FLOAT64:
+        return 8;
+    case DTYPE_FLOAT32:
+        return 4;
+    case DTYPE_BFLOAT16:
+    case DTYPE_FLOAT16:
+        return 2;
+    default:
+        return 0;
+    }
+}
 
 #endif

@@ -215,7 +215,7 @@ static bool is_present(const struct pack_source *source) {
 }
 
 static char *output_at(const struct pack *pack, int64_t offset) {
-    return pack->output + offset * element_nbytes(pack->output_dtype);
+    return pack->output + offset * dtype_nbytes(pack->output_dtype);
 }
 
 static enum status flush(const struct pack *pack, struct segment_table *table, enum dtype input_dtype) {

@@ -14,10 +14,6 @@ static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, false, 0};
 static struct kernel_stream on_cpu;
 static const struct kernel_table *table;
 
-static int64_t nbytes_of(enum dtype dtype) {
-    return dtype_nbytes(dtype);
-}
-
 /* Memory of exactly these elements, `shift` elements behind a 16-byte boundary, so that the sanitizer sees each step outside. */
 struct memory {
     char *whole;
@@ -26,8 +22,8 @@ struct memory {
     enum dtype dtype;
 
     memory(enum dtype of, int64_t numel, int64_t shift = 0) : dtype(of) {
-        int64_t before = shift * nbytes_of(dtype);
-        nbytes = numel * nbytes_of(dtype);
+        int64_t before = shift * dtype_nbytes(dtype);
+        nbytes = numel * dtype_nbytes(dtype);
         whole = (char *)malloc((size_t)(before + nbytes) + 1);
         data = whole + before;
         for (int64_t i = 0; i < nbytes; i++) {
@@ -43,12 +39,12 @@ struct memory {
     }
     bool is_nan(int64_t i) const {
         double value = 0;
-        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * nbytes_of(dtype), dtype, 1, 1.0, nullptr);
+        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * dtype_nbytes(dtype), dtype, 1, 1.0, nullptr);
         return value != value;
     }
     /* Bit for bit, but for the payload of a NaN, which no conversion promises. */
     bool equals(const memory &other) const {
-        int64_t size = nbytes_of(dtype);
+        int64_t size = dtype_nbytes(dtype);
         for (int64_t i = 0; i < nbytes / size; i++) {
             if (memcmp(data + i * size, other.data + i * size, (size_t)size) != 0 && !(is_nan(i) && other.is_nan(i))) {
                 return false;
@@ -60,12 +56,12 @@ struct memory {
 
 /* The bits of a NaN of 16 bits are the processor's own choice; all others are compared. */
 static bool same_numbers(enum dtype dtype, const struct memory *one, const struct memory *other) {
-    for (int64_t at = 0; at < one->nbytes; at += nbytes_of(dtype)) {
+    for (int64_t at = 0; at < one->nbytes; at += dtype_nbytes(dtype)) {
         double values[2];
         kernel_cast_divide(&values[0], DTYPE_FLOAT64, one->data + at, dtype, 1, 1.0, nullptr);
         kernel_cast_divide(&values[1], DTYPE_FLOAT64, other->data + at, dtype, 1, 1.0, nullptr);
         bool both_nan = isnan(values[0]) && isnan(values[1]);
-        if (!both_nan && memcmp(one->data + at, other->data + at, (size_t)nbytes_of(dtype)) != 0) {
+        if (!both_nan && memcmp(one->data + at, other->data + at, (size_t)dtype_nbytes(dtype)) != 0) {
             return false;
         }
     }
@@ -76,7 +72,7 @@ static bool same_numbers(enum dtype dtype, const struct memory *one, const struc
 static void fill_numbers(struct memory *memory, enum dtype dtype, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
         double value = (double)(random_below(&random_state, 200001) - 100000) / 777.0;
-        kernel_cast_divide(memory->data + i * nbytes_of(dtype), dtype, &value, DTYPE_FLOAT64, 1, 1.0, nullptr);
+        kernel_cast_divide(memory->data + i * dtype_nbytes(dtype), dtype, &value, DTYPE_FLOAT64, 1, 1.0, nullptr);
     }
 }
 
@@ -392,7 +388,7 @@ static double norm_in_double(const char *data, enum dtype dtype, int64_t numel, 
     double sum = 0;
     for (int64_t i = 0; i < numel; i++) {
         double value = 0;
-        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * nbytes_of(dtype), dtype, 1, 1.0, nullptr);
+        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * dtype_nbytes(dtype), dtype, 1, 1.0, nullptr);
         sum = p == (double)INFINITY ? fmax(sum, fabs(value)) : sum + pow(fabs(value), p);
     }
     return p == (double)INFINITY ? sum : pow(sum, 1 / p);
@@ -490,7 +486,7 @@ static void check_unscale(int spoilt) {
         expected.push_back(new memory(dtype, sizes[i]));
         actual.push_back(new memory(dtype, sizes[i], i % 5));
         fill_numbers(expected.back(), dtype, sizes[i]);
-        char *last = expected.back()->data + (sizes[i] - 1) * nbytes_of(dtype);
+        char *last = expected.back()->data + (sizes[i] - 1) * dtype_nbytes(dtype);
         kernel_cast_divide(last, dtype, &bad, DTYPE_FLOAT64, i < COUNT - spoilt ? 0 : 1, 1.0, nullptr);
         actual.back()->set(*expected.back());
         expected_views[i].data = expected.back()->data;
@@ -568,7 +564,7 @@ struct adam_case {
         fill_numbers(cpus.back(), dtype, cpu->numel);
         for (int64_t i = 0; of >= ADAM_EXP_AVG_SQ && i < cpu->numel;
              i++) { /* averages of squares are none below zero */
-            cpus.back()->data[(i + 1) * nbytes_of(dtype) - 1] &= 0x7f;
+            cpus.back()->data[(i + 1) * dtype_nbytes(dtype) - 1] &= 0x7f;
         }
         gpus.back()->set(*cpus.back());
         cpu->operands[of].data = cpus.back()->data;
