@@ -141,19 +141,20 @@ class Computation(TorchDispatchMode):
         schema = func._schema
         if func.namespace in _TOLD_BY_THE_RUNTIME or _is_view(schema) or schema.name.startswith("aten::empty"):
             return func(*args, **kwargs)
-        tensors = _tensors((args, kwargs))
+        values = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+        tensors = _tensors(values)
         with self.recorder.on_host(self.recorder.is_on_host(tensors)):
-            self._tell_arguments(schema, args, kwargs)
+            self._tell_arguments(schema, values)
             result = func(*args, **kwargs)
             self._tell_results(schema, result if isinstance(result, tuple) else (result,))
-        if schema.name == "aten::copy_" and not _argument(schema, args, kwargs, "non_blocking"):
+        if schema.name == "aten::copy_" and not values.get("non_blocking"):
             self.recorder.end_copy(tensors)
         return result
 
-    def _tell_arguments(self, schema: Any, args: Any, kwargs: Any) -> None:
+    def _tell_arguments(self, schema: Any, values: dict[str, Any]) -> None:
         for argument in schema.arguments:
             written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(_argument(schema, args, kwargs, argument.name)):
+            for tensor in _tensors(values.get(argument.name)):
                 self.recorder._access("write" if written else "read", tensor, schema.name)
 
     def _tell_results(self, schema: Any, results: tuple[Any, ...]) -> None:
@@ -161,10 +162,6 @@ class Computation(TorchDispatchMode):
             for tensor in _tensors(value) if returned.alias_info is None else ():
                 self.recorder._new(tensor, schema.name)
                 self.recorder._write(tensor, schema.name)
-
-
-def _argument(schema: Any, args: Any, kwargs: Any, name: str) -> Any:
-    return dict(zip((argument.name for argument in schema.arguments), args, strict=False)).get(name, kwargs.get(name))
 
 
 def _is_view(schema: Any) -> bool:

@@ -16,7 +16,7 @@ import torch
 
 from tests import ranks
 from tests.streams.order import STREAMS, is_implied, unordered, waits, without
-from tests.streams.test_order import HYBRID_SCENARIOS, SCENARIOS, record, record_hybrid
+from tests.streams.scenarios import HYBRID_SCENARIOS, SCENARIOS, record, record_hybrid
 
 HYBRID = "HYBRID_SHARD"
 TIMEOUT_S = 900.0

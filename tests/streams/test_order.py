@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms._comm_hooks import default_hooks
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.distributed.fsdp import CPUOffload
 
 from fsdp_c import _C
-from fsdp_c import FullyShardedDataParallel as FSDP
-from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
 from tests.storage import live_nbytes
 from tests.streams.order import (
@@ -37,297 +29,18 @@ from tests.streams.order import (
 )
 from tests.streams.pools import taken
 from tests.streams.recorder import GRADIENTS, OURS, UNSHARDED, Recorder, recording
-
-STEPS = 2
-BF16 = MixedPrecision(param_dtype=torch.bfloat16)
-REDUCE_FP32 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Trainer:
-    """A model, its optimizer, and steps on them, as a scenario arranges them."""
-
-    def __init__(self, rank: int, net: dict[str, Any] | None = None, **arguments: Any) -> None:
-        torch.manual_seed(3)
-        self.rank = rank
-        strategy = ShardingStrategy[arguments.pop("strategy", "FULL_SHARD")]
-        mesh, hybrid = arguments.pop("hybrid_blocks", (None, []))
-        whole = Net(**(net or {}))
-        for index in hybrid:
-            inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
-            whole.blocks[index] = FSDP(whole.blocks[index], device_id=torch.device("cpu"), **inner)
-        self.model = FSDP(
-            whole,
-            auto_wrap_policy=None if hybrid else ModuleWrapPolicy({Block}),
-            sharding_strategy=strategy,
-            device_id=torch.device("cpu"),
-            **({"use_orig_params": True} | arguments),
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-
-    def forward(self) -> Tensor:
-        return self.model(torch.randn(3, WIDTH)).float().square().mean()
-
-    def step(self) -> None:
-        self.forward().backward()
-        self.model.clip_grad_norm_(1.0)
-        self.update()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-# ---- scenarios: what happens in the steps
-
-
-def plain(trainer: Trainer) -> None:
-    for _ in range(STEPS):
-        trainer.step()
-
-
-def accumulate(trainer: Trainer) -> None:
-    """With and without no_sync, gradients kept over several backwards."""
-    for _ in range(2):
-        with trainer.model.no_sync():
-            trainer.forward().backward()
-            trainer.forward().backward()
-        trainer.forward().backward()
-        trainer.forward().backward()
-        trainer.update()
-
-
-def two_forwards(trainer: Trainer) -> None:
-    for _ in range(2):
-        (trainer.forward() + trainer.forward()).backward()
-        trainer.update()
-
-
-def evaluate(trainer: Trainer) -> None:
-    """Forwards without a backward, by both ways to say so, and in the middle of training."""
-    for _ in range(2):
-        trainer.step()
-        with torch.no_grad():
-            trainer.forward()
-            trainer.forward()
-        trainer.model.eval()
-        trainer.forward()
-        trainer.model.train()
-
-
-def look_at_parameters(trainer: Trainer) -> None:
-    """Whole parameters and state dicts, between steps and between a forward and its backward."""
-    for _ in range(2):
-        trainer.step()
-        with FSDP.summon_full_params(trainer.model, writeback=True):
-            for param in trainer.model.parameters():
-                param.data.mul_(0.9)
-        loss = trainer.forward()
-        trainer.model.state_dict()
-        loss.backward()
-        trainer.update()
-
-
-def call_a_unit_alone(trainer: Trainer) -> None:
-    """A part of the model by itself, right after the optimizer has written; and gathered ahead by hand."""
-    trainer.step()
-    block = trainer.model.module.blocks[1]
-    for _ in range(2):
-        block(torch.randn(2, WIDTH)).sum().backward()
-        trainer.update()
-        work = block._unshard(async_op=True)
-        work.wait()
-        trainer.step()
-
-
-class Refused(Exception):
-    """What a scenario raises in the middle of a step."""
-
-
-@contextlib.contextmanager
-def raising_in(hooked: Any, register: str) -> Iterator[None]:
-    def refuse(*_: Any) -> None:
-        raise Refused
-
-    handle = getattr(hooked, register)(refuse)
-    with pytest.raises(Refused):
-        yield
-    handle.remove()
-
-
-def raise_in_forward(trainer: Trainer) -> None:
-    for block in (0, 2):
-        trainer.step()
-        with raising_in(trainer.model.module.blocks[block], "register_forward_hook"):
-            trainer.forward()
-    trainer.step()
-
-
-def raise_in_backward(trainer: Trainer) -> None:
-    for block in (2, 0):
-        trainer.step()
-        with raising_in(trainer.model.module.blocks[block], "register_full_backward_hook"):
-            trainer.forward().backward()
-        gc.collect()
-    trainer.step()
-
-
-def refusing(collective: Callable[..., Any], after: int) -> Callable[..., Any]:
-    """The collective, refused once on every rank after so many calls."""
-    calls = itertools.count()
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == after:
-            raise Refused
-        return collective(*args, **kwargs)
-
-    return call
-
-
-def refuse_collectives(trainer: Trainer) -> None:
-    for name, after in (("all_gather_into_tensor", 2), ("all_gather_into_tensor", 5), ("reduce_scatter_tensor", 1)):
-        trainer.step()
-        with pytest.MonkeyPatch.context() as patched, pytest.raises(Refused):
-            patched.setattr(dist, name, refusing(getattr(dist, name), after))
-            trainer.forward().backward()
-        gc.collect()
-    trainer.step()
-
-
-def reduce_by_hook(trainer: Trainer) -> None:
-    def reduce(state: Any, full: Tensor, shard: Tensor) -> None:
-        dist.reduce_scatter_tensor(shard, full)
-
-    trainer.model.register_comm_hook(None, reduce)
-    plain(trainer)
-
-
-def reduce_in_bf16(trainer: Trainer) -> None:
-    for unit in FSDP.fsdp_modules(trainer.model):
-        state = default_hooks.LowPrecisionState(unit.process_group)
-        unit._handle.set_comm_hook(default_hooks.bf16_compress_hook, state, torch.bfloat16)
-    plain(trainer)
-
-
-def step_in_backward(trainer: Trainer) -> None:
-    _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
-    for _ in range(STEPS):
-        trainer.forward().backward()
-
-
-def replace_parameters(trainer: Trainer) -> None:
-    """Between steps, by tensors that nobody else holds; the first unit's on the way to its forward."""
-    replace(trainer.model.module.inp)
-    for _ in range(2):
-        trainer.step()
-        replace(trainer.model)
-    hook = trainer.model.module.blocks[0].module.register_forward_hook(
-        lambda *_: replace(trainer.model.module.blocks[2])
-    )
-    trainer.step()
-    hook.remove()
-
-
-def replace(module: Any) -> None:
-    for param in module.parameters():
-        param.data = param.data * 0.9
-
-
-def step_twice_in_backward(trainer: Trainer) -> None:
-    """Reentrant checkpoints end a unit's backward once for each forward: it is gathered again after its step."""
-    _apply_optimizer_in_backward(torch.optim.SGD, trainer.model.parameters(), {"lr": 0.1})
-    for _ in range(STEPS):
-        (trainer.forward() + trainer.forward()).backward()
-
-
-def write_after_evaluating(trainer: Trainer) -> None:
-    """On the host, which has waited for nothing that evaluation enqueued."""
-    trainer.step()
-    for _ in range(2):
-        with torch.no_grad():
-            trainer.forward()
-            for unit in FSDP.fsdp_modules(trainer.model):
-                unit._flat_param.data.mul_(0.9)
-
-
-# ---- every one of them is ordered
-
-Body = Callable[[Trainer], None]
-SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
-    "FULL_SHARD": (plain, {}),
-    "SHARD_GRAD_OP": (plain, {"strategy": "SHARD_GRAD_OP"}),
-    "NO_SHARD": (plain, {"strategy": "NO_SHARD"}),
-    "NO_SHARD bf16": (plain, {"strategy": "NO_SHARD", "mixed_precision": BF16}),
-    "flat": (plain, {"use_orig_params": False}),
-    "bf16": (plain, {"mixed_precision": BF16}),
-    "reduce fp32": (accumulate, {"mixed_precision": REDUCE_FP32}),
-    "prefetch after": (plain, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST}),
-    "no prefetch": (plain, {"backward_prefetch": None}),
-    "forward prefetch": (plain, {"forward_prefetch": True}),
-    "no limit": (plain, {"limit_all_gathers": False}),
-    "no limit, forward prefetch, bf16": (
-        plain,
-        {"limit_all_gathers": False, "forward_prefetch": True, "mixed_precision": BF16},
-    ),
-    "accumulate": (accumulate, {}),
-    "accumulate, SHARD_GRAD_OP": (accumulate, {"strategy": "SHARD_GRAD_OP", "use_orig_params": False}),
-    "accumulate, NO_SHARD": (accumulate, {"strategy": "NO_SHARD"}),
-    "two forwards": (two_forwards, {"limit_all_gathers": False}),
-    "checkpointed": (plain, {"net": {"around": "nonreentrant"}, "limit_all_gathers": False}),
-    "checkpointed inside": (plain, {"net": {"checkpoint_mode": "reentrant"}}),
-    "evaluate": (evaluate, {"limit_all_gathers": False}),
-    "evaluate in full precision": (evaluate, {"mixed_precision": BF16, "limit_all_gathers": False}),
-    "look at parameters": (look_at_parameters, {"limit_all_gathers": False}),
-    "look at parameters, bf16": (look_at_parameters, {"mixed_precision": BF16, "strategy": "SHARD_GRAD_OP"}),
-    "replaced": (replace_parameters, {"limit_all_gathers": False, "forward_prefetch": True}),
-    "replaced, bf16": (replace_parameters, {"limit_all_gathers": False, "mixed_precision": BF16}),
-    "replaced, flat": (replace_parameters, {"use_orig_params": False, "limit_all_gathers": False}),
-    "replaced, offload": (replace_parameters, {"cpu_offload": CPUOffload(True), "forward_prefetch": True}),
-    "a unit alone": (call_a_unit_alone, {"limit_all_gathers": False}),
-    "raise in forward": (raise_in_forward, {"limit_all_gathers": False}),
-    "raise in backward": (raise_in_backward, {"limit_all_gathers": False}),
-    "raise in backward, NO_SHARD": (raise_in_backward, {"strategy": "NO_SHARD"}),
-    "refuse collectives": (refuse_collectives, {"forward_prefetch": True}),
-    "refuse collectives, bf16": (refuse_collectives, {"mixed_precision": BF16, "limit_all_gathers": False}),
-    "hook": (reduce_by_hook, {}),
-    "bf16 hook": (reduce_in_bf16, {}),
-    "offload": (accumulate, {"cpu_offload": CPUOffload(True), "limit_all_gathers": False}),
-    "offload, no limit, forward prefetch": (
-        plain,
-        {"cpu_offload": CPUOffload(True), "limit_all_gathers": False, "forward_prefetch": True},
-    ),
-    "offload, look at parameters, bf16": (
-        look_at_parameters,
-        {"cpu_offload": CPUOffload(True), "mixed_precision": BF16, "limit_all_gathers": False},
-    ),
-    "offload, SHARD_GRAD_OP, bf16": (
-        plain,
-        {"cpu_offload": CPUOffload(True), "strategy": "SHARD_GRAD_OP", "mixed_precision": BF16},
-    ),
-    "offload, NO_SHARD": (plain, {"cpu_offload": CPUOffload(True), "strategy": "NO_SHARD", "use_orig_params": False}),
-    "offload, write after evaluating": (
-        write_after_evaluating,
-        {"cpu_offload": CPUOffload(True), "use_orig_params": False, "limit_all_gathers": False},
-    ),
-    "step twice in backward": (
-        step_twice_in_backward,
-        {"net": {"around": "reentrant"}, "limit_all_gathers": False, "mixed_precision": BF16},
-    ),
-    "offload, step in backward": (step_in_backward, {"cpu_offload": CPUOffload(True)}),
-    "step in backward": (step_in_backward, {"limit_all_gathers": False}),
-}
-
-
-HYBRID_SCENARIOS = ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload"]
-
-
-def record(rank: int, name: str, **more: Any) -> Recorder:
-    body, arguments = SCENARIOS[name]
-    environment = pytest.MonkeyPatch()
-    with environment.context() as patched, recording() as recorder:
-        if "full precision" in name:
-            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        body(Trainer(rank, **(arguments | more)))
-    return recorder
+from tests.streams.scenarios import (
+    BF16,
+    HYBRID_SCENARIOS,
+    SCENARIOS,
+    STEPS,
+    Trainer,
+    accumulate,
+    plain,
+    raising_in,
+    record,
+    record_hybrid,
+)
 
 
 def assert_ordered(trace: list[Entry]) -> None:
@@ -341,11 +54,6 @@ def test_every_access_of_a_step_is_ordered(rank: int, world_size: int, name: str
     recorder = record(rank, name)
     assert len(recorder.trace) > 200
     assert_ordered(recorder.trace)
-
-
-def record_hybrid(rank: int, name: str, strategy: str = "HYBRID_SHARD") -> Recorder:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    return record(rank, name, strategy=strategy, device_mesh=mesh)
 
 
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
