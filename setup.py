@@ -6,6 +6,8 @@ alone.
 
 Environment: FSDP_C_WERROR=1 makes warnings errors, FSDP_C_OPT="-O0 -g" replaces the optimisation flags,
 FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_JOBS sets how many files compile at once.
+FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, and FSDP_C_LOCAL_VERSION="cu130" a version
+of that label: both are for wheels, see .ci/wheel.
 FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and fits the
 installed torch. FSDP_C_CUDA_ARCHS="90" replaces the architectures.
 """
@@ -46,7 +48,17 @@ def flags_from_environment() -> tuple[list[str], list[str]]:
     if sanitizers := os.environ.get("FSDP_C_SANITIZE"):
         compile_flags += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g"]
         link_flags += [f"-fsanitize={sanitizers}"]
+    if os.environ.get("FSDP_C_OLD_GLIBC", "0") not in ("", "0"):
+        compile_flags += ["-include", "csrc/base/old_glibc.h"]
+        link_flags += ["-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0", "-Wl,--as-needed"]
     return compile_flags, link_flags
+
+
+def version() -> str:
+    """The version that the package says it has, with the label of what this build is for."""
+    (found,) = re.findall(r'^__version__ = "(.+)"', Path("fsdp_c/__init__.py").read_text(), re.MULTILINE)
+    label = os.environ.get("FSDP_C_LOCAL_VERSION")
+    return f"{found}+{label}" if label else found
 
 
 def c_sources() -> list[str]:
@@ -239,6 +251,7 @@ class BuildCuda(Command):
 extra_compile_flags, extra_link_flags = flags_from_environment()
 
 setup(
+    version=version(),
     ext_modules=[
         Extension(
             "fsdp_c._C",

@@ -16,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, Shardin
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeProcessGroup, FakeStore  # noqa: E402
 
+from tests.collectives import ALL_GATHER  # noqa: E402
+
 IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
 
 
@@ -139,7 +141,7 @@ def give_fsdp1_its_cuda_gather() -> None:
         _p_assert(hasattr(self, "process_group") and hasattr(self, "world_size"), "the handle has no group")
         _p_assert(full.numel() == wanted, f"{full.numel()} elements, {wanted} wanted")
         group = self._fake_process_group if self._use_fake_all_gather else self.process_group
-        dist.all_gather_single(full, shard, group)
+        getattr(dist, ALL_GATHER)(full, shard, group)
         return full
 
     FlatParamHandle._all_gather_flat_param = gather  # type: ignore[method-assign]

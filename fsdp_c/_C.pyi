@@ -4,15 +4,20 @@ Three owners nest: a ``FlatLayout`` (immutable integers) in a ``Handle`` (one fl
 a ``Unit`` (one FullyShardedDataParallel instance), and the units of one tree in a ``Runtime`` (one per root). Python
 checks arguments once, names FQNs and holds context managers; every decision about sharding state is made here.
 
-Attributes are read-only unless they are said to be writable.
+Attributes are read-only unless they are said to be writable. What is imported from fsdp_c below are the classes whose
+objects C is given, and hands out again.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from typing_extensions import disjoint_base
+
+from fsdp_c.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.sharded_module import ShardedModule
 
 # Handle.param_state: what the storage holds
 PARAM_SHARDED: int
@@ -33,10 +38,16 @@ NO_SHARD: int
 HYBRID_SHARD: int
 HYBRID_SHARD_ZERO2: int
 
+# Handle.__init__(slots=...): how a module is made to show something else
+SET_DIRECTLY: int  # in its dicts
+SET_BY_SETATTR: int  # by delattr and setattr, in every forward
+SET_BYPASSING: int  # in its dicts, in __dict__ always
+
 # enter_ledger_phase(): what a rank does outside of its units
 LEDGER_SAVE: int
 LEDGER_LOAD: int
 
+@final
 class FlatLayout:
     """Offsets, padding and shards of one flat parameter; element counts only. Immutable.
 
@@ -44,9 +55,9 @@ class FlatLayout:
     alignment, or a rank outside the world; OverflowError when the total exceeds 64 bits.
     """
 
-    def __init__(
-        self, param_numels: Sequence[int], aligned_numel: int, world_size: int, rank: int, sharded: bool
-    ) -> None: ...
+    def __new__(
+        cls, param_numels: Sequence[int], aligned_numel: int, world_size: int, rank: int, sharded: bool
+    ) -> FlatLayout: ...
     num_params: int
     numel: int  # alignment and divisibility padding included, right padding not
     shard_numel: int
@@ -108,6 +119,7 @@ def flat_range_boxes(
     In flat order: each box lies in one piece, behind the one before. ValueError for a range outside the tensor.
     """
 
+@disjoint_base
 class Handle:
     """One flat parameter, its sharded and unsharded storage, its views and gradients. Base of FlatParamHandle."""
 
@@ -115,18 +127,20 @@ class Handle:
         self,
         *,
         layout: FlatLayout,
-        flat_param: nn.Parameter,  # holds this rank's shard
+        flat_param: FlatParameter,  # holds this rank's shard
         params: list[nn.Parameter] | None,  # the original parameters, None unless use_orig_params
         shapes: tuple[torch.Size, ...],
         strides: tuple[tuple[int, ...] | None, ...],  # None for a contiguous parameter
-        slots: list[tuple[int, nn.Module, str]],  # (parameter, module, name): each parameter once in order, then shared
+        # (parameter, module, name, SET_...): each parameter once in order, then shared
+        slots: list[tuple[int, nn.Module, str, int]],
         process_group: ProcessGroup,
         replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
         device: torch.device,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         name: str,
-        flat_param_owner: dict[str, Any] | None,  # the ``_parameters`` where "_flat_param" is registered
+        flat_param_owner: dict[str, nn.Parameter | None]
+        | None,  # the ``_parameters`` where "_flat_param" is registered
         wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,  # what the modules show for the views
         strategy: int,
         use_orig_params: bool,
@@ -141,13 +155,21 @@ class Handle:
     name: str  # writable: what errors call the unit
     optimizer_in_backward: bool  # writable: ``step_in_backward()`` is called once the unit's gradients are reduced
     op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
-    flat_param: nn.Parameter
+    flat_param: FlatParameter
     layout: FlatLayout
     param_state: int
     training_state: int
     unsharded_nbytes: int  # bytes of unsharded parameter storage alive now
     local_shard: Tensor | None  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
     padded_unsharded_flat_param: Tensor | None  # 1-D, compute dtype; its storage is there only while unsharded
+    sharded_grad: Tensor | None  # what the optimizer will see: the reduced shard in a backward, else flat_param.grad
+    def publish(self) -> None:
+        """Give ``flat_param`` torch's names of what storage there is (``_local_shard``, ``_full_param_padded``,
+        ``_full_prec_full_param_padded``, ``_mp_shard``), from now on also when that changes."""
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """``flat_param.data`` becomes what ``flat_param.data.to(*args, **kwargs)`` returns, and all that shows it
+        follows. Away from the device that computes, gathering raises AssertionError until it is moved back.
+        AssertionError amid a step or in summon_full_params. On an error nothing has moved."""
     def show_sharded(self) -> None:
         """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at construction, and
         after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound."""
@@ -161,14 +183,14 @@ class Handle:
         """Whether the strategy shards, and nothing is gathered or being gathered."""
     def _alloc_padded_unsharded_flat_param(self) -> Tensor:
         """First step of an ``unshard`` that outside code does itself: take over the user's edits, allocate."""
-    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor, /) -> Tensor:
+    def _all_gather_flat_param(self, padded_unsharded_flat_param: Tensor) -> Tensor:
         """Second: gather into what the first has returned. Collective. ValueError for another tensor."""
-    def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor, /) -> None:
+    def _use_unsharded_flat_param(self, padded_unsharded_flat_param: Tensor) -> None:
         """Third: wait, and let ``flat_param`` show the whole. A no-op when it does. Under NO_SHARD the only step."""
-    def reshard(self, free_storage: bool, /) -> None:
-        """``flat_param`` shows the shard again; ``free_storage`` frees the unsharded storage. A no-op when sharded."""
+    def reshard(self, free_unsharded_flat_param: bool) -> None:
+        """``flat_param`` shows the shard again, and the unsharded storage is freed if wanted. A no-op when sharded."""
     def set_comm_hook(
-        self, function: Callable[..., None], state: Any, low_precision_dtype: torch.dtype | None, /
+        self, function: Callable[..., None], state: object, low_precision_dtype: torch.dtype | None, /
     ) -> None:
         """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state, gradient)``.
         With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group
@@ -182,6 +204,8 @@ class Handle:
         Parameters on the modules. Collective over the unit's group. AssertionError when the handle is not IDLE."""
     def summon_exit(self) -> None:
         """Copy this rank's part back if ``writeback`` was asked for; restore sharded views and storage state."""
+    def summon_free(self) -> None:
+        """Inside summon: free the full parameters; the caller shows copies of them in their place."""
     def summon_hide(self) -> None:
         """Inside summon: free the full parameters and show sharded ones (ranks other than 0 under rank0_only)."""
     def summon_grads(self) -> None:
@@ -194,13 +218,14 @@ class Handle:
     def collect_user_grads(self) -> None:
         """Take over gradients that the user zeroed, replaced or set to None between steps."""
 
+@final
 class Unit:
     """One FullyShardedDataParallel instance: the entry points of the step."""
 
     def __init__(
         self,
-        module: nn.Module,  # the FullyShardedDataParallel instance, which owns the unit; forward calls its _lazy_init()
-        handle: Handle | None,  # None when the unit has no parameters of its own
+        module: ShardedModule,  # which owns the unit; forward calls its _lazy_init()
+        handle: FlatParamHandle | None,  # None when the unit has no parameters of its own
         *,
         name: str,
         param_dtype: torch.dtype | None,  # cast of floating inputs: the mixed precision's param_dtype
@@ -212,7 +237,7 @@ class Unit:
         full_precision_in_eval: bool,  # forward calls its _cast_buffers_for_mode() when it is the root
     ) -> None:
         """RuntimeError when called twice on one object."""
-    handle: Handle | None
+    handle: FlatParamHandle | None
     runtime: Runtime | None
     is_root: bool | None  # None before lazy init
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
@@ -230,15 +255,16 @@ class Unit:
     def post_backward_reshard(self) -> None:
         """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next. For code that
         takes the place of ``_runtime_utils._post_backward_reshard``."""
-    def register_pre_backward_hooks(self, outputs: Any, /) -> None:
+    def register_pre_backward_hooks(self, outputs: object, /) -> None:
         """After a forward: gather again when a gradient comes to a tensor in ``outputs``."""
     def register_post_backward_hook(self) -> None:
         """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs one."""
-    def handle_to_prefetch(self, training_state: int, /) -> Handle | None:
+    def handle_to_prefetch(self, training_state: int, /) -> FlatParamHandle | None:
         """The handle that is gathered ahead while this unit's is in ``training_state``, or None."""
     def set_summoning(self, summoning: bool, /) -> None:
         """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
 
+@final
 class Runtime:
     """One root and its units, in traversal order, the root first: execution order, prefetch, final callback."""
 
@@ -246,6 +272,7 @@ class Runtime:
         """Bind the units: units[0] becomes the root, every handle gets its lazy attributes."""
     units: tuple[Unit, ...]
     iteration: int
+    callback_queued: bool  # a backward is running, or has raised
     _backward_prefetch_limit: int  # writable, for the clients that write them: units gathered ahead of the current one
     _forward_prefetch_limit: int
     def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
@@ -265,11 +292,11 @@ def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     """Call ``function`` on the way of a step in the place of ``FlatParamHandle.unshard`` (name "unshard"), or of what
     ``fsdp_c._runtime_utils`` has under that name; None gives it back. ValueError for a name that is not called."""
 
-def record_streams(recorder: Callable[..., None] | None, /) -> None:
-    """Tell ``recorder`` what runtimes initialised from now on ask of streams and memory, as csrc/torch/trace.h says.
+def let_groups_go() -> None:
+    """At the end of a process: no unit refers to its process groups any longer, and its collectives raise RuntimeError.
 
-    Their streams are pretended ones, on any device: for checks of the order of a step. None ends it.
-    """
+    A group with collectives that have not ended well, or of the process that this one was forked from, is never freed:
+    its destructor would wait for them."""
 
 def live_unsharded_nbytes() -> int:
     """Bytes of unsharded parameter storage alive in this process, over all handles."""
@@ -277,7 +304,7 @@ def live_unsharded_nbytes() -> int:
 def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
 
-def watch_gradients(function: Callable[[Handle, tuple[Any, ...] | None], Any] | None, /) -> None:
+def watch_gradients(function: Callable[[FlatParamHandle, tuple[Any, ...] | None], object] | None, /) -> None:
     """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None per
     parameter) with each contribution, None before its reduction, which all ranks of its groups reach. None: nobody."""
 

@@ -1,5 +1,7 @@
 """PyTorch's FullyShardedDataParallel (FSDP1) with its runtime in C: the names of torch.distributed.fsdp, from here."""
 
+__version__ = "0.1.0"
+
 import torch  # isort: skip  # noqa: F401  # first: the C side finds libtorch's symbols in the running process
 
 from fsdp_c import _C  # noqa: F401  # its ImportError says what is missing
@@ -49,3 +51,13 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
 ]
+
+_BESIDE_TORCHS = (  # what users use besides; submodules once they are imported
+    "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall plan "
+    "summary api checkpoint debug optim wrap"
+).split()
+
+
+def __dir__() -> list[str]:
+    own = [name for name in globals() if name.startswith("__")]
+    return sorted({*own, *__all__, *(name for name in _BESIDE_TORCHS if name in globals())})

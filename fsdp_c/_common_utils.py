@@ -2,7 +2,8 @@
 torch's own: a unit is a state of torch's base class.
 """
 
-from torch.distributed.fsdp._common_utils import (
+from fsdp_c.standins.common_utils import collect_grad_tensors, replace_grad_tensors  # since torch 2.12
+from fsdp_c.upstream import (
     FSDP_FLATTENED,
     FSDP_PREFIX,
     FSDP_WRAPPED_MODULE,
@@ -42,4 +43,6 @@ __all__ = [
     "_named_parameters_with_duplicates",
     "_set_fsdp_flattened",
     "clean_tensor_name",
+    "collect_grad_tensors",
+    "replace_grad_tensors",
 ]

@@ -1,10 +1,5 @@
 """The names of torch.distributed.fsdp._flat_param that libraries use."""
 
-from torch.distributed.fsdp._flat_param import (
-    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
-    RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
-)
-
 from fsdp_c.flat_param import (
     FlatParameter,
     FlatParamHandle,
@@ -12,6 +7,10 @@ from fsdp_c.flat_param import (
     HandleShardingStrategy,
     ParamInfo,
     SharedParamInfo,
+)
+from fsdp_c.upstream import (
+    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
 )
 
 __all__ = [

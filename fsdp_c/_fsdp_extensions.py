@@ -3,7 +3,7 @@
 ``FlatParamHandle(fsdp_extension=...)`` takes any object of this class; see fsdp_c.tensor_parallel.
 """
 
-from torch.distributed.fsdp._fsdp_extensions import (
+from fsdp_c.upstream import (
     FSDPExtensions,
     _ext_all_gather_dtensor,
     _ext_chunk_dtensor,

@@ -1,6 +1,6 @@
 """The names of torch.distributed.fsdp._wrap_utils that checkpoint_wrapper and libraries use; they know of no units."""
 
-from torch.distributed.fsdp.wrap import (
+from fsdp_c.upstream import (
     _construct_wrap_fn,
     _or_policy,
     _Policy,

@@ -1,23 +1,24 @@
 """Enums and configuration dataclasses: torch's own, so that users' objects compare equal from either package."""
 
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState
-from torch.distributed.fsdp.api import (
+from fsdp_c.upstream import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    HandleTrainingState,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    TrainingState,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 __all__ = [
     "HYBRID_SHARDING_STRATEGIES",

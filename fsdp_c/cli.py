@@ -1,4 +1,5 @@
-"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1, or plan how a model would be wrapped."""
+"""python -m fsdp_c: run a script with fsdp_c in the place of torch's FSDP1, plan how a model would be wrapped, or say
+what is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c import interop
+from fsdp_c import environment, interop
 from fsdp_c.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from fsdp_c.summary import Summary
 from fsdp_c.summary import plan as plan_of
@@ -24,6 +25,7 @@ commands:
   run SCRIPT [ARGUMENT ...]       run a script that uses torch.distributed.fsdp as it is
   run -m MODULE [ARGUMENT ...]    the same for a module
   plan MODULE:CALLABLE ...        show units, sizes, collectives and memory of a model; no ranks, no memory for it
+  env                             show versions, what was found here, and which kernels are used: for reports
 
   torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
   torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
@@ -47,9 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.error("name a command or a script")
 
 
-def _parser(command: str, **arguments: str) -> argparse.ArgumentParser:
+def _parser(
+    command: str, description: str | None, epilog: str | None = None, usage: str | None = None
+) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
-        f"python -m fsdp_c {command}".strip(), formatter_class=argparse.RawDescriptionHelpFormatter, **arguments
+        f"python -m fsdp_c {command}".strip(),
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 
 
@@ -110,6 +118,7 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--use-orig-params", action="store_true")
     parser.add_argument("--backward-prefetch", choices=PREFETCHES, default="pre")
     parser.add_argument("--forward-prefetch", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="where the ranks will compute (default: as here)")
     return parser
 
 
@@ -140,6 +149,7 @@ def _plan(module: nn.Module, args: argparse.Namespace) -> Summary:
         backward_prefetch=PREFETCHES[args.backward_prefetch],
         forward_prefetch=args.forward_prefetch,
         ranks_per_node=args.ranks_per_node,
+        device_type=args.device,
     )
 
 
@@ -156,4 +166,16 @@ def _policy(module: nn.Module, names: Sequence[str] | None, min_numel: int | Non
     return ModuleWrapPolicy({kind for kind in classes if kind.__name__ in names})
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan}
+# ----------------------------------------------------------------- env
+
+
+def env(argv: Sequence[str]) -> int:
+    """Print what fsdp_c runs on."""
+    _parser("env", description="Show versions, what was found, and which kernels are used: for reports.").parse_args(
+        argv
+    )
+    print(environment.report())
+    return 0
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan, "env": env}

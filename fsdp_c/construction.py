@@ -1,11 +1,11 @@
 """What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
 
+import atexit
 import functools
 import importlib
 import numbers
 import os
 import warnings
-import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._common_utils import _FSDPState
 
+from fsdp_c import _C
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -23,29 +22,32 @@ from fsdp_c.api import (
     MixedPrecision,
     ShardingStrategy,
 )
+from fsdp_c.sharded_module import claimed_units, is_sharded_module
 from fsdp_c.traversal import Subtree, clean_name, is_composable, is_unit, joined
+from fsdp_c.upstream import FSDPExtensions, _FSDPState, dtensor_extensions, fsdp2_module_class
 
 CPU = torch.device("cpu")
-
-_units: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # wrapped module -> a weak reference to its unit
 
 
 # ---- arguments of the wrong type
 
 
-def check_settings(strategy: Any, mixed_precision: Any, backward_prefetch: Any, cpu_offload: Any = None) -> None:
+def check_settings(
+    strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
+) -> None:
     """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for None."""
     _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
     _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
     if mixed_precision:
         example = "MixedPrecision(param_dtype=torch.bfloat16)"
         _check_type("mixed_precision", mixed_precision, MixedPrecision, example)
+    if isinstance(mixed_precision, MixedPrecision):
         _check_dtypes(mixed_precision)
     if cpu_offload:
         _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
 
 
-def check_places(process_group: Any, device_mesh: Any, device_id: Any) -> None:
+def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
     """TypeError for arguments that name no group, mesh or device; ValueError for a group that this rank is not in."""
     _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')
     is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(device_id, bool)
@@ -60,7 +62,13 @@ def check_places(process_group: Any, device_mesh: Any, device_id: Any) -> None:
                 f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group only, or "
                 "pass a group with all ranks that wrap it"
             )
-        _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
+        if not _says_its_rank(group):
+            _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
+
+
+def _says_its_rank(group: object) -> bool:
+    """Is it a backend, or what stands for a group in a test? What else it lacks is named when it is asked for."""
+    return all(callable(getattr(group, name, None)) for name in ("rank", "size"))
 
 
 def _check_dtypes(mixed_precision: MixedPrecision) -> None:
@@ -71,7 +79,7 @@ def _check_dtypes(mixed_precision: MixedPrecision) -> None:
             raise ValueError(f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16")
 
 
-def _check_type(name: str, value: Any, kind: type, example: str) -> None:
+def _check_type(name: str, value: object, kind: type, example: str) -> None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(
             f"{name} must be a {kind.__name__} or None, not {type(value).__name__} {value!r}: pass for instance "
@@ -84,8 +92,9 @@ def _check_type(name: str, value: Any, kind: type, example: str) -> None:
 
 def refuse_foreign_units(tree: Subtree) -> None:
     """ValueError if there are units of torch's own FSDP: one model is run by one implementation."""
+    foreign = (_FSDPState, fsdp2_module_class())
     for submodule, path in tree.modules.items():
-        if isinstance(submodule, (FSDPModule, _FSDPState)):
+        if isinstance(submodule, foreign):
             where = f"its submodule {path!r}" if path else "it"
             raise ValueError(
                 f"cannot wrap {type(tree.root).__name__}: {where} is already sharded by torch's own FSDP "
@@ -105,7 +114,8 @@ def warn_of_useless_unit(module: nn.Module) -> None:
         )
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
         warnings.warn(
-            f"FSDP gathers parameters in forward, and a {type(module).__name__} has none: wrap its elements instead",
+            "FSDP will not all-gather parameters for containers that do not implement forward: wrap the elements of "
+            f"the {type(module).__name__} instead",
             stacklevel=3,
         )
 
@@ -128,19 +138,21 @@ def resolve_ignored_states(
 ) -> IgnoredStates:
     """The modules (with subtrees), parameters and buffers to ignore, those of inner units among them."""
     if ignored_modules is not None and ignored_states is not None:
-        raise ValueError("ignored_modules and ignored_states exclude each other: pass only ignored_states")
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes modules too"
+        )
     modules, params = _split_ignored(ignored_modules, ignored_states)
     for candidate in modules:
         if is_unit(candidate):
-            raise ValueError("ignored_modules should not include FSDP modules: pass the module that the unit wraps")
+            raise ValueError("`ignored_modules` should not include FSDP modules: pass the module that the unit wraps")
     modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
     ignored = IgnoredStates(set(), set(params), set())
     if modules:
         _ignore_modules(tree, modules, ignored)
-    for unit in tree.units:
-        ignored.modules.update(unit._ignored_modules)
-        ignored.params.update(unit._ignored_params)
-        ignored.buffer_names.update(unit._ignored_buffer_names)
+    for fsdp_module in filter(is_sharded_module, tree.units):
+        ignored.modules.update(fsdp_module._ignored_modules)
+        ignored.params.update(fsdp_module._ignored_params)
+        ignored.buffer_names.update(fsdp_module._ignored_buffer_names)
     flattened = {param for param in ignored.params if is_flattened(param)}
     ignored.params.difference_update(flattened)
     return ignored
@@ -151,8 +163,8 @@ def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: Ignore
     ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
     if tree.root in ignored.modules:
         warnings.warn(
-            f"the wrapped module {type(tree.root).__name__} itself is ignored, so that all its parameters are; "
-            "leave it out of ignored_modules or do not wrap it",
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored: leave the {type(tree.root).__name__} out of ignored_modules or do not wrap it",
             stacklevel=4,
         )
     ignored.params.update(param for child in ignored.modules for param in child.parameters())
@@ -160,22 +172,27 @@ def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: Ignore
     ignored.buffer_names.update(clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers)
 
 
-def _split_ignored(modules: Any, states: Any) -> tuple[list[nn.Module], list[nn.Parameter]]:
+def _split_ignored(
+    modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The ignored modules and the ignored parameters of the one argument that was given."""
-    name, given = ("ignored_modules", modules) if states is None else ("ignored_states", states)
-    if given is None:
+    name = "ignored_modules" if states is None else "ignored_states"
+    passed = modules if states is None else states
+    if passed is None:
         return [], []
     try:
-        given = list(given)
+        given: list[Any] = list(passed)
     except TypeError as error:
-        raise TypeError(f"{name} should be an iterable of modules, not {type(given).__name__}") from error
+        raise TypeError(f"{error}: pass a list as {name}") from error
     if all(isinstance(state, nn.Module) for state in given):
         return given, []
     if states is not None and all(isinstance(state, nn.Parameter) for state in given):
         return [], given
-    types = sorted({type(state).__name__ for state in given})
-    expected = "all nn.Module" if states is None else "all nn.Parameter or all nn.Module"
-    raise ValueError(f"{name} expects {expected} elements but got types {types}")
+    types = sorted({type(state) for state in given}, key=repr)
+    expected, remedy = "all nn.Parameter or all nn.Module", "pass one kind only"
+    if states is None:
+        expected, remedy = "nn.Module", "pass parameters as ignored_states"
+    raise ValueError(f"{name} expects {expected} list elements but got types {types}: {remedy}")
 
 
 @functools.cache
@@ -196,6 +213,9 @@ def annotate_for_dynamo(tree: Subtree, ignored_modules: set[nn.Module], use_orig
 # ---- process groups and strategy
 
 
+GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
 class ProcessGroups(NamedTuple):
     """The group a unit shards over, and for hybrid strategies the group of its replicas."""
 
@@ -209,7 +229,7 @@ class ProcessGroups(NamedTuple):
 
 
 def resolve_process_groups(
-    process_group: Any,
+    process_group: GroupArgument,
     strategy: ShardingStrategy | None,
     device_mesh: DeviceMesh | None,
     has_policy: bool,
@@ -217,7 +237,9 @@ def resolve_process_groups(
 ) -> ProcessGroups:
     """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all ranks."""
     if process_group is not None and device_mesh is not None:
-        raise ValueError("process_group and device_mesh exclude each other: pass only one of them")
+        raise ValueError(
+            "Cannot pass both process_group and device_mesh at the same time: the groups are those of the mesh"
+        )
     if strategy in HYBRID_SHARDING_STRATEGIES:
         return _hybrid_groups(process_group, strategy, device_mesh, has_policy, device)
     if device_mesh is not None:
@@ -241,7 +263,7 @@ def _default_group() -> dist.ProcessGroup:
 
 
 def _hybrid_groups(
-    process_group: Any,
+    process_group: GroupArgument,
     strategy: ShardingStrategy,
     device_mesh: DeviceMesh | None,
     has_policy: bool,
@@ -250,24 +272,28 @@ def _hybrid_groups(
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(
-                f"{strategy} needs a device_mesh with ndim=2 (replicate, shard) but got ndim={device_mesh.ndim}"
+                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes dimensions "
+                "(replicate, shard)"
             )
         return ProcessGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
     if process_group is None and not has_policy:
         raise ValueError(
-            f"manual wrapping with {strategy} requires explicit groups, the same for all units: pass process_group as "
-            "a "
-            "(shard, replicate) pair or a 2-D device_mesh"
+            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh, the "
+            "same for all units: a (shard, replicate) pair or a 2-D mesh"
         )
     if process_group is None:
         return _groups_by_node(_default_group(), device)
     is_pair = isinstance(process_group, tuple) and len(process_group) == 2
-    if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in process_group):
+    if not isinstance(process_group, tuple) or not is_pair or not all(map(_is_group, process_group)):
         raise ValueError(
-            f"{strategy} expects process_group to be None or a (shard, replicate) tuple of two process groups, "
-            f"but got {type(process_group).__name__}"
+            "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two process "
+            f"groups with {strategy}, but got {type(process_group).__name__}"
         )
     return ProcessGroups(*process_group)
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dist.ProcessGroup)
 
 
 def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
@@ -305,8 +331,7 @@ def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> Shar
         )
     elif asked is ShardingStrategy.NO_SHARD and world_size > 1:
         warnings.warn(
-            "The `NO_SHARD` sharding strategy is deprecated. If having issues, please use `DistributedDataParallel` "
-            "instead.",
+            "The `NO_SHARD` sharding strategy is deprecated: torch.nn.parallel.DistributedDataParallel does the same.",
             FutureWarning,
             stacklevel=3,
         )
@@ -323,21 +348,11 @@ def _global_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> Any:
+def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> FSDPExtensions | None:
     """The extension that flattens DTensor parameters, where ``device_mesh`` is a slice of a larger mesh; else None."""
     if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
         return None
-    from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
-
-    return DTensorExtensions(torch.get_device_module(device))
-
-
-def predivide_factor(data_parallel_size: int) -> float:
-    """The power of two near the square root by which gradients are divided before they are summed (D-082)."""
-    factor = 1
-    while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
-        factor *= 2
-    return float(factor)
+    return dtensor_extensions()(torch.get_device_module(device))
 
 
 # ---- device
@@ -354,7 +369,7 @@ def resolve_device(
     types = sorted({device.type for device in found})
     if len(types) > 1:
         raise RuntimeError(
-            f"FSDP does not support modules with different device types, but got parameters on {types}: move the "
+            f"FSDP does not support modules with different device types but got params on {types}: move the "
             "module to one device, or pass the parameters of the others in ignored_states"
         )
     if found:
@@ -384,8 +399,8 @@ def _with_index(device: torch.device) -> torch.device:
         backend = torch.get_device_module(device)
     except RuntimeError as error:
         raise AttributeError(
-            f"device_id={device} on rank {rank}: torch has no backend torch.{device.type}: import what provides it, or "
-            "pass another device"
+            f"Device '{device}' does not have a corresponding backend registered as 'torch.{device.type}': import what "
+            f"provides it, or pass another device_id (rank {rank})"
         ) from error
     if not backend.is_available():
         raise RuntimeError(
@@ -395,9 +410,8 @@ def _with_index(device: torch.device) -> torch.device:
         return device
     current = torch.device(device.type, backend.current_device())
     warnings.warn(
-        f"FSDP got device_id={device} on rank {rank}, which has no explicit index, and uses the current device "
-        f"{current}; "
-        "pass the index, or set the current device before wrapping",
+        f"FSDP got the argument `device_id` {device} on rank {rank}, which does not have an explicit index: it uses "
+        f"the current device, {current}; pass the index, or set the current device before wrapping",
         stacklevel=4,
     )
     return current
@@ -413,10 +427,13 @@ def check_single_device(
     examples = {str(param.device): tree.param_name(param) for param in params}
     found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
     if len(devices) == 2 and CPU in devices:
-        raise RuntimeError(f"{unit} on rank {rank} has parameters on CPU and on a device ({found}): pass device_id")
+        raise RuntimeError(
+            "To support a module with both CPU and GPU params, please pass in device_id: "
+            f"{unit} on rank {rank} has {found}"
+        )
     raise RuntimeError(
-        f"FSDP supports only single device modules, but {unit} on rank {rank} has {found}: move the module to one of "
-        "them"
+        f"FSDP only supports single device modules but got params on several: {unit} on rank {rank} has {found}; move "
+        "it to one of them"
     )
 
 
@@ -427,8 +444,8 @@ def check_compute_device(
     for param in params:
         if param.device not in (compute_device, CPU):
             raise ValueError(
-                f"inconsistent compute device and device_id on rank {rank}: {tree.param_name(param)!r} of {unit} is on "
-                f"{param.device}, device_id says {compute_device}; move the module or pass its device"
+                f"Inconsistent compute device and `device_id` on rank {rank}: {param.device} vs {compute_device}, by "
+                f"{tree.param_name(param)!r} of {unit}; move the module or pass its device"
             )
 
 
@@ -458,8 +475,8 @@ def check_params(
     for param in params:
         if param.dim() == 0:
             raise ValueError(
-                f"FSDP doesn't support scalar parameters: change {tree.param_name(param)!r} of {unit} to a 1-D tensor "
-                "of one element"
+                f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor with numel "
+                f"equal to 1: it is in {unit}"
             )
         owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None) or (owners or {}).get(param)
         if owner is not None or is_flattened(param):
@@ -477,7 +494,7 @@ def check_params(
 def claim_params(params: Iterable[nn.Parameter], fqns: Iterable[str], unit: str) -> None:
     """Note on the parameters which unit owns them, for the error of the next unit that would."""
     for param, fqn in zip(params, fqns, strict=True):
-        param._fsdp_owner = (fqn, unit)  # type: ignore[attr-defined]
+        param._fsdp_owner = (fqn, unit)  # type: ignore[attr-defined]  # a mark on the user's own parameter
 
 
 def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: str) -> None:
@@ -486,20 +503,29 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
         for name, param in submodule._parameters.items():
             if param is not None and param not in ignored_params and not is_flattened(param):
                 raise RuntimeError(
-                    f"found an unflattened parameter {clean_name(joined(path, name))!r} of shape {tuple(param.shape)} "
+                    f"Found an unflattened parameter: {clean_name(joined(path, name))} of shape {tuple(param.shape)} "
                     f"in {unit}"
                 )
 
 
-# ---- wrapped modules
+# ---- the end of the process
+
+_OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
 
 
-def claim_module(module: nn.Module, unit: nn.Module) -> None:
-    """Remember which unit wraps ``module``."""
-    _units[module] = weakref.ref(unit)
+def _let_groups_go() -> None:
+    """Let groups that the script has destroyed be freed before the interpreter ends, not while it does.
+
+    Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the script
+    destroys none, torch.distributed keeps them as long as the process lives, and nothing is done.
+    """
+    if dist.is_initialized():
+        return
+    _C.let_groups_go()
+    for fsdp_module in claimed_units():
+        for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
+            attributes = getattr(owner, "__dict__", {})
+            attributes.update((name, None) for name, it in attributes.items() if isinstance(it, dist.ProcessGroup))
 
 
-def unit_around(module: nn.Module) -> nn.Module | None:
-    """The unit that wraps ``module`` directly, None without one."""
-    reference = _units.get(module)
-    return None if reference is None else reference()
+atexit.register(_let_groups_go)

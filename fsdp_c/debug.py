@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import _C
+from fsdp_c.common import tell
+from fsdp_c.flat_param import FlatParamHandle
 from fsdp_c.ledger import ranks_text
-from fsdp_c.traversal import clean_name, joined, units_with_paths
+from fsdp_c.sharded_module import units_with_paths
+from fsdp_c.traversal import clean_name, joined
 
 _NOTHING = torch.iinfo(torch.int64).max
 
@@ -27,7 +30,7 @@ class _Detector:
     def __init__(self) -> None:
         self.noted: dict[_C.Handle, int] = {}
 
-    def __call__(self, handle: Any, gradients: tuple[Any, ...] | None) -> None:
+    def __call__(self, handle: FlatParamHandle, gradients: tuple[Any, ...] | None) -> None:
         if gradients is None:
             self.ask_others(handle)
         elif handle not in self.noted:
@@ -37,7 +40,7 @@ class _Detector:
                     self.noted[handle] = 2 * index + int(bool(torch.isnan(gradient).any()))
                     break
 
-    def ask_others(self, handle: Any) -> None:
+    def ask_others(self, handle: FlatParamHandle) -> None:
         fqns = handle.flat_param._fqns
         here = self.noted.pop(handle, None)
         code = _NOTHING if here is None else 2 * len(fqns) * dist.get_rank() + here
@@ -93,34 +96,30 @@ def checksum(model: nn.Module, *, buffers: bool = True) -> None:
     statistics of a batch norm, differ by right: ``buffers=False`` leaves them out. Collective over the groups of all
     units, between steps; sends 8 bytes per parameter and buffer.
     """
-    units = units_with_paths(model)
+    modules = units_with_paths(model)
     found: list[tuple[int, str]] = []
     groups: dict[dist.ProcessGroup, None] = {}
-    for order, (path, unit) in enumerate(units):
-        handle = unit._handle
-        groups |= dict.fromkeys(group for group in (unit.process_group, _replicas(unit)) if group is not None)
+    for order, (path, module) in enumerate(modules):
+        handle = module._handle
+        groups |= dict.fromkeys(group for group in (module.process_group, module._replicate_group) if group is not None)
         group = None if handle is None else _group_of_replicas(handle)
-        if group is not None:
-            found += _drift(order, _parameters(path, handle), group, unit.compute_device)
+        if handle is not None and group is not None:
+            found += _drift(order, _parameters(path, handle), group, module.compute_device)
     if buffers and groups:
         named = {clean_name(name): buffer for name, buffer in model.named_buffers()}
-        found += _drift(len(units), named, next(iter(groups)), units[0][1].compute_device)
+        found += _drift(len(modules), named, next(iter(groups)), modules[0][1].compute_device)
     _raise_first(found, list(groups))
 
 
-def _replicas(unit: Any) -> dist.ProcessGroup | None:
-    return vars(unit).get("_inter_node_pg")
-
-
-def _group_of_replicas(handle: Any) -> dist.ProcessGroup | None:
+def _group_of_replicas(handle: FlatParamHandle) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard, where there are several."""
-    group = handle.process_group if not handle.uses_sharded_strategy else handle.replicate_group
-    if not handle.uses_sharded_strategy and group.size() == 1:
-        group = handle.replicate_group  # a hybrid strategy over shard groups of one rank
+    group = handle.replicate_group  # under NO_SHARD too: of a hybrid strategy over shard groups of one rank
+    if not handle.uses_sharded_strategy and handle.process_group.size() > 1:
+        group = handle.process_group
     return group if group is not None and group.size() > 1 else None
 
 
-def _parameters(path: str, handle: Any) -> dict[str, Tensor]:
+def _parameters(path: str, handle: FlatParamHandle) -> dict[str, Tensor]:
     """What this rank holds of each parameter, by its name in the user's model."""
     layout, shard = handle.layout, handle.local_shard
     shard = handle.flat_param.detach() if shard is None else shard
@@ -157,9 +156,7 @@ def _drift(
 
 def _raise_first(found: list[tuple[int, str]], groups: list[dist.ProcessGroup]) -> None:
     for group in groups:  # each passes on what it heard, so that all ranks raise the same
-        everyone: list[Any] = [None] * group.size()
-        dist.all_gather_object(everyone, found, group=group)
-        found = sorted({one for part in everyone for one in part})[:1]
+        found = sorted({one for part in tell(found, group) for one in part})[:1]
     if found:
         raise RuntimeError(
             f"replicas have drifted apart: {found[0][1]}. Load a checkpoint, or broadcast what is right; look for code "

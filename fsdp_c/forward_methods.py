@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from fsdp_c import _C
-from fsdp_c.construction import unit_around
-from fsdp_c.traversal import is_unit, units_of
+from fsdp_c.sharded_module import ShardedModule, is_sharded_module, unit_around, units_of
 from fsdp_c.wrap import unit_name
 
 __all__ = ["register_forward_method"]
@@ -32,43 +32,43 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises ValueError for a module that no unit wraps, AttributeError for one without a method of that name.
     """
-    unit = module if is_unit(module) else unit_around(module)
-    if unit is None:
+    fsdp_module = module if is_sharded_module(module) else unit_around(module)
+    if fsdp_module is None:
         raise ValueError(
             f"cannot register {name!r}: {type(module).__name__} is neither a FullyShardedDataParallel nor the module "
             "that one wraps; wrap it first"
         )
-    wrapped = unit.module
+    wrapped = fsdp_module.module
     method = getattr(wrapped, name, None)
     if not callable(method):
         raise AttributeError(f"cannot register {name!r}: {unit_name(wrapped)} has no method of that name")
-    if name in dir(type(unit)):
+    if name in dir(type(fsdp_module)):
         raise ValueError(f"cannot register {name!r}: FullyShardedDataParallel has a {name!r} of its own")
     if not getattr(method, "_gathers_parameters", False):
-        setattr(wrapped, name, _gathering(unit, method))
+        setattr(wrapped, name, _gathering(fsdp_module, method))
 
 
-def _gathering(unit: Any, method: Any) -> Any:
+def _gathering(fsdp_module: ShardedModule, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward_method(*args: Any, **kwargs: Any) -> Any:
-        if _gathered(unit):
+        if _gathered(fsdp_module):
             return method(*args, **kwargs)
-        return unit._unit.forward(method, args, kwargs)
+        return fsdp_module._unit.forward(method, args, kwargs)
 
-    forward_method._gathers_parameters = True  # type: ignore[attr-defined]
+    vars(forward_method)["_gathers_parameters"] = True
     return forward_method
 
 
-def _gathered(unit: Any) -> bool:
+def _gathered(fsdp_module: ShardedModule) -> bool:
     """True while the unit's parameters are there anyway: amid its forward, or shown in full."""
-    state = (unit._handle or unit._unit).training_state
+    state = (fsdp_module._handle or fsdp_module._unit).training_state
     return state in (_C.USE_FORWARD, _C.USE_SUMMON_FULL_PARAMS)
 
 
 # ---- methods that are not registered
 
 
-def explaining(unit: Any, method: types.MethodType) -> types.MethodType:
+def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:
     """The same bound method of a wrapped module, whose errors on sharded parameters name the unit and the remedy."""
     function = method.__func__
 
@@ -77,44 +77,65 @@ def explaining(unit: Any, method: types.MethodType) -> types.MethodType:
         try:
             return function(*args, **kwargs)
         except (RuntimeError, IndexError) as error:
-            _explain(error, unit, method.__name__)
+            _explain(error, fsdp_module, method.__name__)
             raise
 
     return types.MethodType(explained, method.__self__)
 
 
-def _explain(error: Exception, unit: Any, method: str) -> None:
+def _explain(error: Exception, fsdp_module: ShardedModule, method: str) -> None:
     """Add to the message where the innermost module on the way to ``error`` has parameters that are sharded now."""
-    found = _sharded_unit(error, unit)
-    if found is None or len(error.args) != 1 or _REMEDY in str(error.args[0]):
-        return
-    inner, where = found
-    error.args = (
-        f"{error.args[0]}\n(rank {inner.rank}, unit {unit_name(inner.module)}: the parameters of {where} are sharded "
-        f"now, because {unit_name(unit.module)}.{method}() is not a forward. To gather them for it call "
-        f"{_REMEDY}(module, {method!r}) once, on the unit or the module that it wraps; to look at whole parameters use "
-        "FullyShardedDataParallel.summon_full_params(module).)",
-    )
+    found = _sharded_unit(error, fsdp_module)
+    if found is not None:
+        _add(
+            error,
+            *found,
+            f"{unit_name(fsdp_module.module)}.{method}() is not a forward. To gather them for it call {_REMEDY}("
+            f"module, {method!r}) once, on the unit or the module that it wraps",
+        )
+
+
+def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None:
+    """The same for an ``error`` in the forward of the unit: of a layer called past the unit that it belongs to."""
+    found = _sharded_unit(error, fsdp_module) if isinstance(error, (RuntimeError, IndexError)) else None
+    if found is not None:
+        _add(
+            error,
+            *found,
+            "it was called outside of that unit's forward. Call the unit; or give the unit's module a method that "
+            f"makes the call, and gather for it by {_REMEDY}(module, name); or wrap the layer as a unit of its own",
+        )
+
+
+def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: str) -> None:
+    if len(error.args) == 1 and _REMEDY not in str(error.args[0]):
+        error.args = (
+            f"{error.args[0]}\n(rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: the parameters of "
+            f"{where} are sharded now, because {reason}; to look at whole parameters use "
+            "FullyShardedDataParallel.summon_full_params(module).)",
+        )
 
 
 _REMEDY = "fsdp_c.register_forward_method"
 
 
-def _sharded_unit(error: Exception, unit: Any) -> tuple[Any, str] | None:
+def _sharded_unit(error: BaseException, fsdp_module: ShardedModule) -> tuple[ShardedModule, str] | None:
     """The unit that keeps the parameters of the innermost module in the traceback, and what that module is called.
 
     None where that unit had gathered them: it was in its own forward when the error came.
     """
-    module, in_forward = None, set()
+    module: nn.Module | None = None
+    in_forward: set[ShardedModule] = set()
     traceback = error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
         if frame.f_code.co_name in ("forward", "forward_method"):
-            in_forward.update(value for name in ("self", "unit") if is_unit(value := frame.f_locals.get(name)))
-        if isinstance(frame.f_locals.get("self"), nn.Module):
-            module = frame.f_locals["self"]
+            found = [frame.f_locals.get(name) for name in ("self", "fsdp_module")]
+            in_forward.update(value for value in found if is_sharded_module(value))
+        if isinstance(own := frame.f_locals.get("self"), nn.Module):
+            module = own
         traceback = traceback.tb_next
-    for inner in units_of(unit):
+    for inner in units_of(fsdp_module):
         for info in inner._handle.flat_param._param_infos if inner._handle is not None else ():
             if info.module is module and inner not in in_forward and not _gathered(inner):
                 return inner, repr(info.module_name) if info.module_name else "the unit itself"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_c import common
+from fsdp_c.sharded_module import ShardedModule, units_with_paths
 from fsdp_c.state_dict_saving import gathered_values
-from fsdp_c.traversal import clean_name, units_with_paths
+from fsdp_c.traversal import clean_name
 from fsdp_c.unshard_params import check_idle
 
 __all__ = ["iter_full_params"]
@@ -29,24 +29,30 @@ def iter_full_params(
     ``offload_to_cpu`` gives tensors in CPU memory. Raises AssertionError inside a forward, backward or
     ``summon_full_params``.
     """
-    units = units_with_paths(model)
-    yield from _unmanaged(model, units, rank0_only, offload_to_cpu)
-    for path, unit in units:
-        if unit._handle is None:
+    modules = units_with_paths(model)
+    yield from _unmanaged(model, modules, rank0_only, offload_to_cpu)
+    for path, module in modules:
+        if module._handle is None:
             continue
         prefix = clean_name(f"{path}.") if path else ""
-        with torch.no_grad(), common.bound_runtime(unit):
-            check_idle(unit, summoned=False)
-            values = gathered_values(unit, rank0_only, offload_to_cpu)
-        for param in common.managed_params(unit._handle) if values else ():
-            yield prefix + param.fqn, values[param.index]
+        with torch.no_grad(), common.bound_runtime(module):
+            check_idle(module, summoned=False)
+            values = gathered_values(module, rank0_only, offload_to_cpu)
+        for param in common.managed_params(module._handle) if values else ():
+            yield prefix + param.fqn, values[param.place]
         del values
 
 
-def _unmanaged(model: nn.Module, units: Any, rank0_only: bool, offload_to_cpu: bool) -> Iterator[tuple[str, Tensor]]:
-    managed = {(param.module, param.name) for _, unit in units for param in common.managed_params(unit._handle)}
-    flat = {unit._handle.flat_param for _, unit in units if unit._handle is not None}
-    if rank0_only and units and units[0][1].rank != 0:
+def _unmanaged(
+    model: nn.Module, fsdp_modules: Sequence[tuple[str, ShardedModule]], rank0_only: bool, offload_to_cpu: bool
+) -> Iterator[tuple[str, Tensor]]:
+    managed = {
+        (param.module, param.name)
+        for _, fsdp_module in fsdp_modules
+        for param in common.managed_params(fsdp_module._handle)
+    }
+    flat = {fsdp_module._handle.flat_param for _, fsdp_module in fsdp_modules if fsdp_module._handle is not None}
+    if rank0_only and fsdp_modules and fsdp_modules[0][1].rank != 0:
         return
     for path, module in model.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():

@@ -4,9 +4,10 @@ import contextlib
 import logging
 import os
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
     fp16_compress_hook,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._common_utils import _FSDPState
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_c import (
     _C,
@@ -27,11 +28,13 @@ from fsdp_c import (
     forward_methods,
     grad_clipping,
     ledger,
+    left_out,
     materialization,
     state_dict,
     unshard_params,
 )
 from fsdp_c import optim_state_dict as optim_states
+from fsdp_c.aliases import OptimInput, StateDict
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -51,17 +54,20 @@ from fsdp_c.api import (
     StateDictType,
     TrainingState,
 )
-from fsdp_c.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.errors import with_note
+from fsdp_c.execution_order import ExecutionOrder
+from fsdp_c.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
+from fsdp_c.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
+from fsdp_c.sharded_module import ShardedModule, claim_module, handle_of, is_sharded_module, units_of, units_with_paths
 from fsdp_c.summary import describe_unit, log_units
 from fsdp_c.traversal import (
     FLAT_PARAM,
     WRAPPED_MODULE,
     WRAPPED_PREFIX,
+    ParamInfo,
     Subtree,
     check_module,
     clean_path,
-    units_of,
-    units_with_paths,
     unwrapped,
 )
 from fsdp_c.wrap import Policy, auto_wrap, check_policy, unit_name
@@ -87,20 +93,13 @@ __all__ = [
     "StateDictType",
 ]
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _HOMOGENEOUS_SETTINGS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
-
-
-OptimInput = list[dict[str, Any]] | Iterable[torch.nn.Parameter] | None
-
-
-class PrefetchLimits:
-    """How many units are gathered ahead, which clients write. From lazy initialisation on the runtime stands here."""
-
-    def __init__(self) -> None:
-        self._backward_prefetch_limit = 1
-        self._forward_prefetch_limit = 1
 
 
 class UnshardWork:
@@ -116,7 +115,7 @@ class UnshardWork:
             self._unit = None
 
 
-class FullyShardedDataParallel(nn.Module, _FSDPState):
+class FullyShardedDataParallel(ShardedModule):
     """Wraps ``module`` and shards its parameters, gradients and so the optimizer's state over the ranks of a group.
 
     The parameters that no inner unit owns are flattened into one 1-D parameter, of which each rank keeps the same
@@ -156,6 +155,13 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     Raises ValueError for arguments that exclude each other or do not fit the module, RuntimeError for parameters on
     more than one device. A unit cannot be copied or pickled.
     """
+
+    _exec_order_data: ExecutionOrder  # from lazy initialisation on that of the root
+    _names_from_root: list[str]  # of the parameters, for the log under TORCH_DISTRIBUTED_DEBUG=INFO
+    _debug_level: dist.DebugLevel
+    _device_handle: types.ModuleType
+    _use_full_prec_in_eval: bool
+    _needs_buffer_dtype_restore_check: bool  # a forward in eval mode has cast the buffers back
 
     def __init__(
         self,
@@ -211,26 +217,24 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             tree = Subtree(module)
         self._init_groups(groups)
         name = unit_name(module)
-        vars(self).update(
-            _ignored_modules=ignored.modules,
-            _ignored_params=ignored.params,
-            _ignored_buffer_names=ignored.buffer_names,
-            _device_mesh=device_mesh,
-            sharding_strategy=construction.resolve_strategy(sharding_strategy, self.world_size),
-            mixed_precision=mixed_precision or MixedPrecision(),
-            cpu_offload=cpu_offload or CPUOffload(),
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            _use_orig_params=use_orig_params,
-            _fsdp_extension=construction.tensor_parallel_extension(device_mesh, device),
-        )
+        self._ignored_modules = ignored.modules
+        self._ignored_params = ignored.params
+        self._ignored_buffer_names = ignored.buffer_names
+        self._device_mesh = device_mesh
+        self.sharding_strategy = construction.resolve_strategy(sharding_strategy, self.world_size)
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params = use_orig_params
+        self._fsdp_extension = construction.tensor_parallel_extension(device_mesh, device)
         self._init_state(tree)
         tree, params = self._materialize(tree, name, device, device_id, param_init_fn)
         if sync_module_states:
             materialization.sync_states(module, params, [group for group in reversed(groups) if group is not None])
         handle = self._flatten(tree, name, params, groups) if params else None
-        vars(self)["_unit"] = _C.Unit(
+        self._unit = _C.Unit(
             self,
             handle,
             name=name,
@@ -242,10 +246,10 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             limit_all_gathers=limit_all_gathers,
             full_precision_in_eval=self._use_full_prec_in_eval,
         )
-        for inner in tree.units:
-            vars(inner)["_enclosing"] = weakref.ref(self)
+        for inner in filter(is_sharded_module, tree.units):
+            inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
-        construction.claim_module(unwrapped(module), self)
+        claim_module(unwrapped(module), self)
         if handle is not None:
             self._fully_sharded_module_to_handle[module] = handle
         if not use_orig_params:
@@ -257,14 +261,12 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
     def _init_groups(self, groups: construction.ProcessGroups) -> None:
         data_parallel_size = groups.data_parallel_size
-        predivide = construction.predivide_factor(data_parallel_size)
-        vars(self).update(
-            process_group=groups.shard,
-            rank=groups.shard.rank(),
-            world_size=groups.shard.size(),
-            _gradient_predivide_factor=predivide,
-            _gradient_postdivide_factor=data_parallel_size / predivide,
-        )
+        predivide = predivide_factor(data_parallel_size)
+        self.process_group = groups.shard
+        self.rank = groups.shard.rank()
+        self.world_size = groups.shard.size()
+        self._gradient_predivide_factor = predivide
+        self._gradient_postdivide_factor = data_parallel_size / predivide
         if groups.replicate is not None:
             self._inter_node_pg = groups.replicate
             self._inter_node_state = DefaultState(groups.replicate)
@@ -272,22 +274,20 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     def _init_state(self, tree: Subtree) -> None:
         """What clients read, as it is before the first step."""
         buffer_dtypes = buffers.original_dtypes(tree)
-        vars(self).update(
-            _use_full_prec_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1",
-            _debug_level=dist.get_debug_level(),
-            _exec_order_data=PrefetchLimits(),
-            _fully_sharded_module_to_handle={},
-            _comm_hook=None,
-            _comm_hook_state=None,
-            _buffer_name_to_orig_dtype=buffer_dtypes,
-            _buffer_names=set(buffer_dtypes),
-            _needs_buffer_dtype_restore_check=False,
-            _agreed_plan=None,
-            _state_dict_type=StateDictType.FULL_STATE_DICT,
-            _state_dict_config=FullStateDictConfig(),
-            _optim_state_dict_config=FullOptimStateDictConfig(),
-            _enclosing=None,
-        )
+        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+        self._debug_level = dist.get_debug_level()
+        self._exec_order_data = ExecutionOrder()
+        self._fully_sharded_module_to_handle = {}
+        self._comm_hook = None
+        self._comm_hook_state = None
+        self._buffer_name_to_orig_dtype = buffer_dtypes
+        self._buffer_names = set(buffer_dtypes)
+        self._needs_buffer_dtype_restore_check = False
+        self._agreed_plan = None
+        self._state_dict_type = StateDictType.FULL_STATE_DICT
+        self._state_dict_config = FullStateDictConfig()
+        self._optim_state_dict_config = FullOptimStateDictConfig()
+        self._enclosing = None
 
     def _materialize(
         self,
@@ -312,7 +312,8 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             materialization.warn_of_cpu_initialization(params, device)
             device = next((param.device for param in params if param.device.type != "cpu"), device)
         construction.check_compute_device(tree, params, device, name, self.rank)
-        vars(self).update(compute_device=device, _device_handle=torch.get_device_module(device))
+        self.compute_device = device
+        self._device_handle = torch.get_device_module(device)
         return tree, params
 
     def _flatten(
@@ -342,8 +343,12 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     # ---- the step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module returns."""
-        return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)
+        """Run the wrapped module with its parameters gathered. Collective. Returns what the wrapped module returns.
+
+        An exception leaves nothing gathered, and goes on. Raises RuntimeError inside this unit's own forward, and
+        inside ``summon_full_params`` with gradients enabled.
+        """
+        return self._unit.forward(self._modules["_fsdp_wrapped_module"], args, kwargs)  # type: ignore[arg-type]  # never None
 
     def _lazy_init(self, alone: bool = False) -> None:
         """Make this unit the root of its tree unless that has one. The unit in C calls it in the first forward.
@@ -352,37 +357,36 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         Raises AssertionError if a unit below is a root already, ValueError or RuntimeError if the units do not fit each
         other, have moved from their device, or are others than on other ranks.
         """
-        if self._unit.is_root is None:
+        if self._unit.runtime is None:
             # tensors that later steps write must not be inference tensors, whatever the first forward runs under
             with torch.inference_mode(False), torch.no_grad():
                 self._init_tree(alone)
 
     def _init_tree(self, alone: bool) -> None:
-        units = units_with_paths(self)
-        error = _tree_error(self, units)
+        modules = cast("list[tuple[str, FullyShardedDataParallel]]", units_with_paths(self))
+        error = _tree_error(self, modules)
         if not alone:
-            agreement.agree(self, units, error)
+            agreement.agree(self, modules, error)
         elif error is not None:
             raise error
-        members = [unit for _, unit in units]
+        members = [module for _, module in modules]
         buffers.cast_for_computation(members, self.compute_device)
-        for path, unit in units:  # inner units of a tree that this one is wrapped around, or was taken out of
-            unit._reset_lazy_init()
-            if unit._handle is not None:
-                unit._handle.name = unit_name(unit._fsdp_wrapped_module, clean_path(path))
-                unit._handle.optimizer_in_backward = unit._handle._has_optim_in_backward
-        ledger.keep(units)
-        runtime = _C.Runtime([unit._unit for unit in members])
-        runtime._backward_prefetch_limit = self._exec_order_data._backward_prefetch_limit
-        runtime._forward_prefetch_limit = self._exec_order_data._forward_prefetch_limit
+        for path, module in modules:  # the inner ones may be of a tree that this is wrapped around, or was taken out of
+            module._reset_lazy_init()
+            if module._handle is not None:
+                module._handle.name = unit_name(module._fsdp_wrapped_module, clean_path(path))
+                module._handle.optimizer_in_backward = module._handle._has_optim_in_backward
+        ledger.keep(modules)
+        runtime = _C.Runtime([module._unit for module in members])
+        self._exec_order_data.bind(self, runtime)
         if self._debug_level == dist.DebugLevel.DETAIL:
-            runtime.check_order([_param_names(*unit) for unit in units], self.process_group, self.compute_device)
-        for path, unit in units:
-            unit._exec_order_data = runtime
-            if unit._debug_level == dist.DebugLevel.INFO:
-                unit._names_from_root = _param_names(path, unit)
-            if unit._handle is not None:
-                unit._handle.describe_storage()
+            runtime.check_order([_param_names(*module) for module in modules], self.process_group, self.compute_device)
+        for path, module in modules:
+            module._exec_order_data = self._exec_order_data
+            if module._debug_level == dist.DebugLevel.INFO:
+                module._names_from_root = _param_names(path, module)
+            if module._handle is not None:
+                module._handle.init_flat_param_attributes()
         log_units(self)
 
     def _cast_buffers_for_mode(self) -> None:
@@ -400,10 +404,22 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
         logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
-    def _reset_lazy_init(self) -> None:
-        """Forget who the root of this unit's tree is; the next forward decides anew."""
-        if self._unit.runtime is not None:
-            self._unit.runtime.release()
+    def _warn_of_units_without_gradient(self, names: list[str]) -> None:
+        """The runtime in C calls it once, after the first backward that left out units which no gradient can reach."""
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        warnings.warn(
+            f"rank {self.rank}: no gradient has come to {', '.join(names[:5])}{more}. They have trainable parameters "
+            "and ran in training mode with gradients enabled, but none of their outputs requires a gradient. Inside a "
+            "reentrant checkpoint that is so where no input requires one, after frozen embeddings for instance: use "
+            "checkpoint(..., use_reentrant=False), or let the inputs require gradients, with "
+            "enable_input_require_grads() of transformers' models or x.requires_grad_(). Modules that are not to be "
+            "trained are best frozen, by requires_grad_(False), or run under torch.no_grad().",
+            stacklevel=2,
+        )
+
+    def _explain_error(self, error: Exception) -> None:
+        """The unit in C calls it with what its forward raises."""
+        forward_methods.explain_in_forward(error, self)
 
     def _unshard(self, async_op: bool = False) -> UnshardWork | None:
         """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
@@ -424,8 +440,11 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     def no_sync(self) -> Iterator[None]:
         """Accumulate whole gradients locally in the body; the first backward after it reduces their sum.
 
-        Takes the memory of unsharded gradients. Raises RuntimeError on an instance that is not the root, ValueError
-        inside a step, AssertionError if somebody switched synchronisation on again inside the body.
+        Sends nothing itself; all ranks use it for the same backwards. Takes the memory of unsharded gradients, in the
+        dtype of computation, from its first backward to that reduction.
+
+        Raises RuntimeError on an instance that is not the root, ValueError inside a step, AssertionError if somebody
+        switched synchronisation on again inside the body.
         """
         if not self.check_is_root():
             raise RuntimeError(
@@ -433,6 +452,7 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             )
         self._lazy_init()
         self._assert_state(TrainingState.IDLE)
+        assert self._unit.runtime is not None
         saved = [(unit, unit.sync_gradients) for unit in self._unit.runtime.units]
         for unit, _ in saved:
             unit.sync_gradients = False
@@ -444,14 +464,17 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
                 unit.sync_gradients = flag
             if switched_on:
                 raise AssertionError(
-                    "`_sync_gradients` was incorrectly set to `True` inside the `no_sync()` context manager"
+                    "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context manager: "
+                    f"set it on no unit in {unit_name(self.module)} (rank {self.rank})"
                 )
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their total norm is at most ``max_norm``.
 
-        Collective: every rank calls it. Returns the 0-dim total norm before clipping.
-        Raises RuntimeError on an instance that is not the root, ValueError inside a step.
+        ``norm_type``: the order of the norm, ``math.inf`` for the largest magnitude. Collective: every rank calls it.
+        Returns the 0-dim total norm before clipping, in the dtype that the gradients' dtypes promote to, on the device
+        that computes, or on the CPU with CPU offload. Warns on a rank without gradients and returns it in fp32 or
+        wider there. Raises RuntimeError on an instance that is not the root, ValueError inside a step.
         """
         if not self.check_is_root():  # asked first: initialising an inner unit would make it a root
             raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
@@ -467,23 +490,29 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         ValueError for a hook that cannot be called; RuntimeError inside a backward.
         """
         if not self.check_is_root():
-            raise AssertionError("register_comm_hook can only be called on a root instance, the outermost unit")
-        units = units_of(self)
-        for unit in units:
-            if unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
+            raise with_note(
+                AssertionError("register_comm_hook can only be called on a root instance."),
+                f"{unit_name(self.module)} is inside another unit: call it on the outermost one",
+            )
+        modules = units_of(self)
+        for module in modules:
+            if module.sharding_strategy in HYBRID_SHARDING_STRATEGIES:
                 raise AssertionError(
-                    f"Communication hook is not supported for hybrid strategies: {unit.sharding_strategy} of "
-                    f"{unit_name(unit.module)}"
+                    f"Communication hook is not supported for hybrid strategies: {module.sharding_strategy} of "
+                    f"{unit_name(module.module)}"
                 )
-            if unit._comm_hook is not None:
-                raise AssertionError(f"A communication hook is already registered for {unit_name(unit.module)}")
+            if module._comm_hook is not None:
+                raise with_note(
+                    AssertionError("A communication hook is already registered"),
+                    f"for {unit_name(module.module)}: a hook stays until its model is gone",
+                )
         if not callable(hook):
             raise ValueError(f"The communication hook must be callable but got {hook}")
-        for unit in units:
-            if unit._handle is not None:
-                unit._handle.set_comm_hook(hook, state, _low_precision_dtype(hook))
-            unit._comm_hook = hook
-            unit._comm_hook_state = state
+        for module in modules:
+            if module._handle is not None:
+                module._handle.set_comm_hook(hook, state, _low_precision_dtype(hook))
+            module._comm_hook = hook
+            module._comm_hook_state = state
 
     def _low_precision_hook_enabled(self) -> bool:
         return _low_precision_dtype(self._comm_hook) is not None
@@ -493,108 +522,36 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Let computation wait for the all-gathers that ``_unshard`` has started in this tree."""
-        for unit in units_of(self):
-            unit._unit.wait_unsharded()
+        for module in units_of(self):
+            module._unit.wait_unsharded()
 
     @contextlib.contextmanager
     def _deregister_orig_params_ctx(self) -> Iterator[None]:
         """Show the flat parameters of this tree in place of the original ones, with use_orig_params."""
-        units = units_of(self)
-        for unit in units:
-            unit._assert_state(TrainingState.IDLE)
-            if not unit._use_orig_params:
+        modules = units_of(self)
+        for module in modules:
+            module._assert_state(TrainingState.IDLE)
+            if not module._use_orig_params:
                 raise AssertionError(
-                    "`_deregister_orig_params_ctx()` should only be called with use_orig_params=True: "
-                    f"{unit_name(unit.module)} shows its flat parameter in any case"
+                    "`_deregister_orig_params_ctx()` should only be called when `_use_orig_params=True`: "
+                    f"{unit_name(module.module)} shows its flat parameter in any case"
                 )
         with contextlib.ExitStack() as stack:
-            for unit in units:
-                if unit._has_params:
-                    stack.enter_context(_orig_params_hidden(unit))
+            for module in modules:
+                if module._has_params:
+                    stack.enter_context(_orig_params_hidden(module))
             yield
 
     # ---- queries
 
-    @property
-    def module(self) -> nn.Module:
-        """The wrapped module, without a checkpoint wrapper directly around it."""
-        return unwrapped(self._fsdp_wrapped_module)
-
-    @property
-    def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handle
-
-    @property
-    def _has_params(self) -> bool:
-        return self._unit.handle is not None
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        handle = self._unit.handle
-        return None if handle is None else handle.flat_param
-
-    @property
-    def params(self) -> list[FlatParameter]:
-        """The flat parameter, in a list that is empty for a unit without parameters."""
-        handle = self._unit.handle
-        return [] if handle is None else [handle.flat_param]
-
-    @property
-    def training_state(self) -> TrainingState:
-        """What the unit is doing."""
-        state = self._unit.training_state
-        if state == _C.USE_IDLE:
-            return TrainingState.IDLE
-        return (
-            TrainingState.SUMMON_FULL_PARAMS if state == _C.USE_SUMMON_FULL_PARAMS else TrainingState.FORWARD_BACKWARD
-        )
-
-    @property
-    def _all_fsdp_states(self) -> list["FullyShardedDataParallel"]:
-        """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
-        return units_of(self)
-
-    @property
-    def _all_handles(self) -> list[FlatParamHandle]:
-        return [unit._handle for unit in units_of(self) if unit._handle is not None]
-
-    @property
-    def _is_root(self) -> bool | None:
-        return self._unit.is_root
-
-    @property
-    def _sync_gradients(self) -> bool:
-        return self._unit.sync_gradients
-
-    @_sync_gradients.setter
-    def _sync_gradients(self, value: bool) -> None:
-        self._unit.sync_gradients = value
-
-    def check_is_root(self) -> bool:
-        """True for the root of its tree. Before the first step: for a unit that no other unit was wrapped around.
-
-        Asking decides nothing.
-        """
-        if self._unit.is_root is not None:
-            return self._unit.is_root
-        return self._enclosing is None or self._enclosing() is None
-
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list["FullyShardedDataParallel"]:
-        """The units in ``module``, itself included, outer before inner; with ``root_only`` only the roots."""
-        units = units_of(module)
-        return [unit for unit in units if unit.check_is_root()] if root_only else units
+        """The units in ``module``, itself included, outer before inner; with ``root_only`` only the roots.
 
-    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
-        """ValueError unless the unit is in the given state, or in one of them."""
-        if self._unit.runtime is not None:
-            self._unit.runtime.recover()
-        expected = [state] if isinstance(state, TrainingState) else state
-        if self.training_state not in expected:
-            raise ValueError(
-                f"expected to be in states {expected} but current state is {self.training_state} "
-                f"({unit_name(self.module)}, rank {self.rank})"
-            )
+        Not collective, and decides nothing.
+        """
+        found = cast("list[FullyShardedDataParallel]", units_of(module))
+        return [one for one in found if one.check_is_root()] if root_only else found
 
     # ---- nn.Module
 
@@ -606,7 +563,13 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
             wrapped = self.__dict__.get("_modules", {}).get(WRAPPED_MODULE)
             if wrapped is None:
                 raise
-            found = getattr(wrapped, name)
+            if name == "_zero_scalar":  # of torch's clip_grad_norm_
+                refuse_torchs_functions(unit_name(wrapped))
+            try:
+                found = getattr(wrapped, name)
+            except AttributeError:
+                left_out.explain("FullyShardedDataParallel", name)
+                raise
             is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
             return forward_methods.explaining(self, found) if is_own_method else found
 
@@ -614,14 +577,14 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         """What the unit holds, and for a root what its tree takes: see ``fsdp_c.summary``."""
         return describe_unit(self, self.check_is_root()) if "_unit" in self.__dict__ else ""
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         """Index the wrapped module, for instance an nn.Sequential."""
-        return self._fsdp_wrapped_module[key]
+        return self._fsdp_wrapped_module[key]  # type: ignore[index]  # a TypeError for one that has none
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+    def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse_copy()
 
     def _refuse_copy(self) -> NoReturn:
@@ -633,27 +596,33 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
+        if kwargs.get("recurse") is False:  # what torch.distributed.checkpoint asks first
+            refuse_torchs_checkpoint(unit_name(self.module), FullyShardedDataParallel)
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
         return self._cleaned_in_summon(super().named_buffers(*args, **kwargs))
 
-    def _cleaned_in_summon(self, named: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    def _cleaned_in_summon(self, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         clean = self.training_state == TrainingState.SUMMON_FULL_PARAMS
         for name, tensor in named:
             yield (name.replace(WRAPPED_PREFIX, "") if clean else name), tensor
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
-        """Call ``fn`` on every submodule and itself, with full parameters; what ``fn`` writes is kept. Collective."""
+    def apply(self, fn: Callable[[nn.Module], None]) -> "Self":
+        """Call ``fn`` on every submodule and itself, with full parameters; what ``fn`` writes is kept. Collective.
+
+        Raises ValueError inside a step.
+        """
         self._assert_state(TrainingState.IDLE)
         with unshard_params.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> "FullyShardedDataParallel":
+    def _apply(self, *args: Any, **kwargs: Any) -> "Self":
         """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
         with _flat_param_shown(self) if self._has_params else contextlib.nullcontext():
-            return super()._apply(*args, **kwargs)
+            super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
+            return self
 
     # ---- full parameters and state dicts
 
@@ -672,26 +641,32 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         and no backward may. On exit this rank's share of what was written is kept, unless ``writeback`` is False. With
         ``rank0_only`` (and then ``writeback=False``) the other ranks see their shards; ``offload_to_cpu`` shows copies
         in CPU memory; ``with_grads`` shows whole gradients, with use_orig_params only.
+
+        Raises AssertionError inside a forward, a backward or another ``summon_full_params``, NotImplementedError for
+        ``writeback`` with ``rank0_only``, ``offload_to_cpu`` under NO_SHARD, and ``with_grads`` without
+        use_orig_params or with ``offload_to_cpu``.
         """
         return unshard_params.summon_full_params(module, recurse, writeback, rank0_only, offload_to_cpu, with_grads)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self, *args: Any, **kwargs: Any) -> StateDict:  # type: ignore[override]  # of two forms in torch, one deprecated
         """The state dict of the selected type, with the names of the unwrapped module. Collective.
 
         Arguments are those of ``nn.Module.state_dict``. FULL_STATE_DICT holds whole tensors, SHARDED_STATE_DICT this
         rank's rows of each as ShardedTensor, or DTensor where the model has a device mesh, LOCAL_STATE_DICT the flat
-        parameters.
+        parameters. Values are in the parameters' own dtype; those of FULL and SHARDED state dicts are copies, that of
+        a LOCAL one is a view of the shard unless it is moved. Raises AssertionError inside a forward or backward.
         """
         with state_dict.saving(self):
             return super().state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
         """Load a state dict of the selected type, with the names of the unwrapped module.
 
         Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no unit open.
         """
         with state_dict.closing_units():
-            return super().load_state_dict(*args, **kwargs)
+            keys: _IncompatibleKeys = super().load_state_dict(*args, **kwargs)
+            return keys
 
     @staticmethod
     def set_state_dict_type(
@@ -700,7 +675,11 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns: deprecated."""
+        """Set what ``state_dict()`` of the units in ``module`` returns; returns the old settings. Warns: deprecated.
+
+        Not collective; all ranks set the same. The configurations default to those of the type. Raises RuntimeError
+        for a configuration of another type's class, AssertionError where the units disagreed before.
+        """
         return state_dict.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -710,21 +689,24 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context with the settings of set_state_dict_type(); leaving it restores the old."""
+        """A context with the settings of set_state_dict_type(); leaving it, also by an exception, restores the old."""
         return state_dict.state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """The settings of the units in ``module``, None without units. AssertionError if they differ."""
+        """The settings of the units in ``module``, None without units. Not collective.
+
+        Raises AssertionError where the units differ, RuntimeError for LOCAL_STATE_DICT with a device mesh.
+        """
         return state_dict.get_state_dict_type(module)
 
     @staticmethod
     def optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any] | None = None,
+        optim_state_dict: StateDict | None = None,
         group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """The state dict of ``optim`` by the unwrapped model's parameter names, of the selected type. Collective.
 
         ``optim_state_dict``: what to convert instead of ``optim.state_dict()``. FULL_STATE_DICT gives whole tensors, on
@@ -740,11 +722,11 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
     def optim_state_dict_to_load(
         model: nn.Module,
         optim: torch.optim.Optimizer,
-        optim_state_dict: dict[str, Any],
+        optim_state_dict: StateDict,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """What ``optim.load_state_dict()`` takes, from a state dict by names as ``optim_state_dict()`` returns it.
 
         It may come from another number of ranks, other wrapping or the other ``use_orig_params``. With ``rank0_only``
@@ -763,54 +745,54 @@ class FullyShardedDataParallel(nn.Module, _FSDPState):
         optim_input: OptimInput = None,
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """``optim_state_dict()`` with whole tensors on the CPU. Deprecated, as ``optim_input`` is. Collective."""
         return optim_states.full_optim_state_dict(model, optim, optim_input, rank0_only, group)
 
     @staticmethod
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """``optim_state_dict()`` with this rank's rows of each tensor. Deprecated. Collective."""
         return optim_states.sharded_optim_state_dict(model, optim, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
+        full_optim_state_dict: StateDict,
         model: nn.Module,
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """``optim_state_dict_to_load()`` of whole tensors that every rank passes. Deprecated."""
         return optim_states.shard_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
-    ) -> dict[str, Any]:
+        sharded_optim_state_dict: StateDict, model: nn.Module, optim: torch.optim.Optimizer
+    ) -> StateDict:
         """``optim_state_dict_to_load()`` of what ``sharded_optim_state_dict()`` returns. Deprecated. Collective."""
         return optim_states.flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)
 
     @staticmethod
     def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
+        full_optim_state_dict: StateDict | None,
         model: nn.Module,
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
-        group: Any | None = None,
-    ) -> dict[str, Any]:
+        group: dist.ProcessGroup | None = None,
+    ) -> StateDict:
         """``optim_state_dict_to_load()`` of whole tensors that rank 0 passes; the others pass None. Deprecated.
         Collective."""
         return optim_states.scatter_full_optim_state_dict(full_optim_state_dict, model, optim_input, optim, group)
 
     @staticmethod
     def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
+        optim_state_dict: StateDict,
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
-    ) -> dict[str, Any]:
+    ) -> StateDict:
         """A state dict keyed by names from one keyed by ids, or back, to exchange with an optimizer of a plain model.
 
         The same object where the keys are of that type already. Raises ValueError for keys of mixed types, RuntimeError
@@ -832,96 +814,103 @@ def _low_precision_dtype(hook: object) -> torch.dtype | None:
 # ---- lazy initialisation
 
 
-def _tree_error(root: FullyShardedDataParallel, units: list[tuple[str, FullyShardedDataParallel]]) -> Exception | None:
-    """Why ``units`` cannot run as the tree of ``root`` on this rank."""
+def _tree_error(
+    root: FullyShardedDataParallel, modules: list[tuple[str, FullyShardedDataParallel]]
+) -> Exception | None:
+    """Why ``modules`` cannot run as the tree of ``root`` on this rank."""
     try:
-        for path, unit in units:
-            _check_ready(unit, clean_path(path) or type(root.module).__name__, is_root=unit is root)
+        for path, module in modules:
+            _check_ready(module, clean_path(path) or type(root.module).__name__, is_root=module is root)
         for name in _HOMOGENEOUS_SETTINGS:
-            _check_homogeneous(name, units)
+            _check_homogeneous(name, modules)
     except (AssertionError, RuntimeError, ValueError) as error:
         return error
     return None
 
 
-def _check_ready(unit: FullyShardedDataParallel, name: str, is_root: bool) -> None:
-    """Raise unless ``unit``, called ``name`` in errors, can join a tree of units now."""
-    where = f"FSDP unit {name!r} on rank {unit.rank}"
-    if not is_root and unit._is_root:
+def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> None:
+    """Raise unless ``module``, called ``name`` in errors, can join a tree of units now."""
+    where = f"FSDP unit {name!r} on rank {module.rank}"
+    if not is_root and module._is_root:
         raise AssertionError(
-            f"{where} is inside another unit but already the root of its own tree: its `_is_root` should not be set "
-            "yet or be False. "
-            "Run the outermost unit first, or wrap before the first forward"
+            f"Non-root FSDP instance's `_is_root` should not have been set yet: {where} is already the root of a tree "
+            "of its own. Run the outermost unit first, or wrap before the first forward"
         )
-    unit._assert_state(TrainingState.IDLE)
-    handle = unit._handle
+    module._assert_state(TrainingState.IDLE)
+    handle = module._handle
     if handle is None:
         return
-    if not unit._device_handle.is_available():
-        raise RuntimeError(f"{where} computes on {unit.compute_device}, which is not available here")
+    if not module._device_handle.is_available():
+        raise RuntimeError(
+            f"FSDP does not support CPU only execution of a module for {module.compute_device}, which is not available "
+            f"here: {where}"
+        )
     flat_param = handle.flat_param
     if hasattr(flat_param, "_in_backward_optimizers"):
-        raise RuntimeError(f"{where}: an optimizer in backward is supported only with use_orig_params=True")
-    if unit.cpu_offload.offload_params and flat_param.device.type != "cpu":
+        raise RuntimeError(f"FSDP optimizer in backward only supported with use_orig_params=True! {where} has one")
+    if module.cpu_offload.offload_params and flat_param.device.type != "cpu":
         raise RuntimeError(
-            f"{where} has CPU offloading enabled but parameters on {flat_param.device}: do not move it from the CPU"
+            f"An FSDP-managed module with parameter CPU offloading enabled has parameters on {flat_param.device}. Make "
+            f"sure to not move the module from CPU when offloading parameters: {where}"
         )
-    if not unit.cpu_offload.offload_params and flat_param.device != unit.compute_device:
+    if not module.cpu_offload.offload_params and flat_param.device != module.compute_device:
         raise RuntimeError(
-            f"{where} unexpectedly has parameters on {flat_param.device}: move the module to {unit.compute_device} "
-            "before training"
+            f"An FSDP-managed module unexpectedly has parameters on {flat_param.device}. Make sure to move the module "
+            f"to {module.compute_device} before training: {where}"
         )
 
 
-def _check_homogeneous(setting: str, units: list[tuple[str, FullyShardedDataParallel]]) -> None:
-    values = {getattr(unit, setting): clean_path(path) for path, unit in reversed(units)}
+def _check_homogeneous(setting: str, modules: list[tuple[str, FullyShardedDataParallel]]) -> None:
+    values = {getattr(module, setting): clean_path(path) for path, module in reversed(modules)}
     if len(values) > 1:
         found = ", ".join(f"{value} in {path or 'the root'!r}" for value, path in values.items())
         raise ValueError(f"Expects one homogeneous value for {setting} but got {found}")
 
 
-def _param_names(path: str, unit: FullyShardedDataParallel) -> list[str]:
+def _param_names(path: str, module: ShardedModule) -> list[str]:
     """The names of the unit's parameters from the root, to which ``path`` leads the way."""
     prefix = f"{clean_path(path)}." if clean_path(path) else ""
-    return [] if unit._handle is None else [prefix + fqn for fqn in unit._handle.flat_param._fqns]
+    return [] if module._handle is None else [prefix + fqn for fqn in module._handle.flat_param._fqns]
 
 
 # ---- the flat parameter's place in the module
 
 
-def _register_flat_param(unit: FullyShardedDataParallel) -> None:
+def _register_flat_param(module: ShardedModule) -> None:
     """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the name."""
-    if unit._flat_param is not None:
-        unit.module._parameters[FLAT_PARAM] = unit._flat_param
+    if module._flat_param is not None:
+        module.module._parameters[FLAT_PARAM] = module._flat_param
 
 
 @contextlib.contextmanager
-def _flat_param_shown(unit: FullyShardedDataParallel) -> Iterator[None]:
+def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
     """Show the flat parameter for the original ones; afterwards follow it to its new dtype, device or storage."""
-    flat_param = unit._flat_param
+    handle = handle_of(module)
+    flat_param = handle.flat_param
     before = (flat_param.dtype, flat_param.device, flat_param.data_ptr())
-    with _orig_params_hidden(unit) if unit._use_orig_params else contextlib.nullcontext():
+    with _orig_params_hidden(module) if module._use_orig_params else contextlib.nullcontext():
         yield
     if before != (flat_param.dtype, flat_param.device, flat_param.data_ptr()):
-        unit._reset_lazy_init()
-        if unit._use_orig_params:
-            unit._handle.point_params_at_shard()
+        module._reset_lazy_init()
+        if module._use_orig_params:
+            handle.point_params_at_shard()
 
 
 @contextlib.contextmanager
-def _orig_params_hidden(unit: FullyShardedDataParallel) -> Iterator[None]:
-    flat_param = unit._flat_param
+def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
+    flat_param = handle_of(module).flat_param
+    infos: list[ParamInfo | SharedParamInfo] = [*flat_param._param_infos, *flat_param._shared_param_infos]
     hidden = []
-    for info in (*flat_param._param_infos, *flat_param._shared_param_infos):
+    for info in infos:
         parameters = info.module._parameters
         if info.param_name in parameters:
             hidden.append((parameters, list(parameters.items())))
             del parameters[info.param_name]
-    _register_flat_param(unit)
+    _register_flat_param(module)
     try:
         yield
     finally:
-        del unit.module._parameters[FLAT_PARAM]
+        del module.module._parameters[FLAT_PARAM]
         for parameters, items in reversed(hidden):  # in one piece each, so that the order of the names stays
             parameters.clear()
             parameters.update(items)

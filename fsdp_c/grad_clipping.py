@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import _C, ledger, tensor_parallel
+from fsdp_c.flat_param import FlatParamHandle
+from fsdp_c.sharded_module import ShardedModule
 
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
-def clip_grad_norm_(root: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
 
     Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion of the
@@ -57,14 +59,15 @@ def clip_grad_norm_(root: Any, max_norm: float, norm_type: float = 2.0) -> Tenso
     return total_norm.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
 
 
-def _handles(root: Any) -> tuple[list[Any], list[Any]]:
+def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
     """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every rank."""
+    assert root._unit.runtime is not None
     handles = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
 
 
-def _grads_of(handles: Sequence[Any]) -> GradsByGroups:
+def _grads_of(handles: Sequence[FlatParamHandle]) -> GradsByGroups:
     found: GradsByGroups = {(): []}
     for handle in handles:
         if tensor_parallel.is_parallel(handle):
@@ -75,7 +78,7 @@ def _grads_of(handles: Sequence[Any]) -> GradsByGroups:
     return found
 
 
-def _add_unmanaged_grads(found: GradsByGroups, root: Any, handles: Sequence[Any]) -> None:
+def _add_unmanaged_grads(found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle]) -> None:
     """The gradients of the parameters that no unit manages."""
     managed: set[int] = set()
     for handle in handles:
@@ -89,7 +92,7 @@ def _add_unmanaged_grads(found: GradsByGroups, root: Any, handles: Sequence[Any]
 
 
 def _total_norm(
-    root: Any, sharded: GradsByGroups, whole: GradsByGroups, norm_type: float, dtype: torch.dtype
+    root: ShardedModule, sharded: GradsByGroups, whole: GradsByGroups, norm_type: float, dtype: torch.dtype
 ) -> Tensor:
     """Norm over all ranks; ``whole`` gradients are the same everywhere and count once."""
     total_norm = _norm(sharded, norm_type, dtype, root.compute_device)
@@ -133,6 +136,7 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
     """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
+    norms: Tensor
     # On CUDA torch adds the squares up in an order of its own; a maximum has none.
     exact = norm_type == math.inf or (norm_type == 2.0 and grads[0].device.type == "cpu")
     norms_op = _native("norms", grads) if exact else None
@@ -140,10 +144,11 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
         norms = norms_op([grad.detach() for grad in grads], norm_type)
     else:
         norms = torch.stack([torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype) for grad in grads])
-    return torch.linalg.vector_norm(norms, norm_type, dtype=dtype).to(device=device)
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type, dtype=dtype)
+    return total.to(device=device)
 
 
-def _native(name: str, grads: list[Tensor]) -> Any | None:
+def _native(name: str, grads: list[Tensor]) -> Callable[..., Any] | None:
     """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
     op = getattr(torch.ops.fsdp_c, name, None)
     if not grads:

@@ -5,7 +5,8 @@ Libraries bind FSDP1's class when they are imported (``from torch.distributed.fs
 and compare types with what they bound. So every module that holds one of torch's objects gets ours under the same name:
 torch's own modules, from which later imports take it, the libraries, and the script. Enums, configurations and wrap
 policies are torch's own on both sides and stay. Where no module holds it (in a local variable, a default argument, a
-dictionary), torch's class itself hands on: calling it makes our units, and its static methods are ours.
+dictionary), torch's class itself hands on: calling it makes our units, and its static methods are ours. A torch without
+FSDP1 gets the names that it lacks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import inspect
 import multiprocessing.spawn
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,36 +30,19 @@ from fsdp_c.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.forward_methods import register_forward_method
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
+from fsdp_c.standins.finder import FSDP as _FSDP
+from fsdp_c.standins.finder import put_public_names
 from fsdp_c.traversal import is_unit
+from fsdp_c.upstream import HAS_FSDP1
 
 __all__ = ["install", "is_installed", "run_module", "run_script", "uninstall"]
 
-_FSDP = "torch.distributed.fsdp"
+# ----------------------------------------------------------------- what replaces torch's names
 
 
-# ----------------------------------------------------------------- what replaces torch's functions over units
-
-
-def _lazy_init(state: Any, root_module: nn.Module) -> Any:
-    """``torch.distributed.fsdp._runtime_utils._lazy_init`` for our units."""
-    state._lazy_init()
-    return state
-
-
-def _root_pre_forward(state: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """... of ``_root_pre_forward``: makes the root; the rest of what begins a forward comes with the forward."""
-    state._lazy_init()
-    return args, kwargs
-
-
-def _post_backward_final_callback(state: Any, module: nn.Module) -> None:
-    """... of ``_post_backward_final_callback``: also legal after a backward that raised."""
-    if state._unit.runtime is not None:
-        state._unit.runtime.recover()
-        state._unit.runtime.final_callback()
-
-
-def _register_fsdp_forward_method(original: Any, module: nn.Module, method_name: str) -> None:
+def _register_fsdp_forward_method(
+    original: Callable[[nn.Module, str], None], module: nn.Module, method_name: str
+) -> None:
     """torch's leaves FSDP1's modules alone; ours gather for the method. See ``fsdp_c.register_forward_method``."""
     if is_unit(module):
         register_forward_method(module, method_name)
@@ -65,24 +50,29 @@ def _register_fsdp_forward_method(original: Any, module: nn.Module, method_name:
         original(module, method_name)
 
 
-_OURS: dict[tuple[str, str], Any] = {
+_OURS: dict[tuple[str, str], object] = {
     ("fully_sharded_data_parallel", "FullyShardedDataParallel"): FullyShardedDataParallel,
     ("_flat_param", "FlatParameter"): FlatParameter,
     ("_flat_param", "FlatParamHandle"): FlatParamHandle,
     ("sharded_grad_scaler", "ShardedGradScaler"): ShardedGradScaler,
-    ("_runtime_utils", "_lazy_init"): _lazy_init,
-    ("_runtime_utils", "_root_pre_forward"): _root_pre_forward,
+    ("_runtime_utils", "_lazy_init"): _runtime_utils._lazy_init,
+    ("_runtime_utils", "_root_pre_forward"): _runtime_utils._root_pre_forward,
     **{("_runtime_utils", name): function for name, function in _runtime_utils.ORIGINALS.items()},
-    ("_runtime_utils", "_post_backward_final_callback"): _post_backward_final_callback,
+    ("_runtime_utils", "_post_backward_final_callback"): _runtime_utils._post_backward_final_callback,
 }
 
 
 @functools.cache
-def _replacements() -> dict[int, tuple[Any, Any]]:
+def _replacements() -> dict[int, tuple[object, object]]:
     """By the id of torch's object: that object, kept so that the id stays its own, and ours."""
-    pairs = [(getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours) for (name, attr), ours in _OURS.items()]
-    forward_method = importlib.import_module(_FSDP).register_fsdp_forward_method
-    pairs.append((forward_method, functools.partial(_register_fsdp_forward_method, forward_method)))
+    pairs = [
+        (getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours)
+        for (name, attr), ours in _OURS.items()
+        if HAS_FSDP1
+    ]
+    forward_method = getattr(importlib.import_module(_FSDP), "register_fsdp_forward_method", None)
+    if forward_method is not None:
+        pairs.append((forward_method, functools.partial(_register_fsdp_forward_method, forward_method)))
     return {id(theirs): (theirs, ours) for theirs, ours in pairs}
 
 
@@ -94,8 +84,9 @@ class _Installed:
 
     def __init__(self) -> None:
         self.seen: set[str] = set()
-        self.written: list[tuple[ModuleType, str, Any]] = []
-        self.handed_on: dict[str, Any] = {}  # what torch's class has of its own under the names that hand on
+        self.written: list[tuple[ModuleType, str, object]] = []
+        self.handed_on: dict[str, object] = {}  # what torch's class has of its own under the names that hand on
+        self.added: list[str] = []  # names that torch.distributed.fsdp did not have
 
 
 _installed: _Installed | None = None
@@ -119,15 +110,19 @@ def install() -> None:
     if _installed is not None:
         return
     replacements = _replacements()
-    _refuse_live_units("install")
+    if HAS_FSDP1:
+        _refuse_live_units("install")
     installed = _Installed()
     for module, name, value in _names_of_modules():
         if id(value) in replacements:
             installed.written.append((module, name, value))
             setattr(module, name, replacements[id(value)][1])
-    installed.handed_on = _hand_on(_torchs_class())
-    # what is put in the place of the runtime's functions there from now on is called (H-025)
-    _torchs_runtime_utils().__class__ = _runtime_utils.Watched
+    if HAS_FSDP1:
+        installed.handed_on = _hand_on(_torchs_class())
+        # what is put in the place of the runtime's functions there from now on is called (H-025)
+        _torchs_runtime_utils().__class__ = _runtime_utils.Watched
+    else:
+        installed.added = put_public_names(importlib.import_module(_FSDP))
     installed.seen.update(sys.modules)
     _installed = installed
 
@@ -141,9 +136,12 @@ def uninstall() -> None:
     global _installed
     if _installed is None:
         return
+    for name in _installed.added:
+        delattr(importlib.import_module(_FSDP), name)
     for name, value in _installed.handed_on.items():
         setattr(_torchs_class(), name, value)
-    _torchs_runtime_utils().__class__ = ModuleType
+    if HAS_FSDP1:
+        _torchs_runtime_utils().__class__ = ModuleType
     for name in _runtime_utils.ORIGINALS:  # one that is left in torch's module takes torch's place alone
         _runtime_utils.put(name, getattr(_runtime_utils, name))
     theirs = {id(ours): original for original, ours in _replacements().values()}
@@ -160,18 +158,18 @@ def _torchs_class() -> Any:
     return next(theirs for theirs, ours in _replacements().values() if ours is FullyShardedDataParallel)
 
 
-def _hand_on(theirs: Any) -> dict[str, Any]:
+def _hand_on(theirs: type) -> dict[str, object]:
     """Have torch's class make our units and call our static methods; returns what it had under those names."""
     had = dict(vars(theirs))
     ours = {name: value for name, value in vars(FullyShardedDataParallel).items() if isinstance(value, staticmethod)}
-    handing_on = {name: value for name, value in ours.items() if name in had}
+    handing_on: dict[str, object] = {name: value for name, value in ours.items() if name in had}
     handing_on["__init__"] = _becomes_ours(theirs)
     for name, value in handing_on.items():
         setattr(theirs, name, value)
     return {name: had[name] for name in handing_on}
 
 
-def _becomes_ours(theirs: Any) -> Any:
+def _becomes_ours(theirs: Any) -> Callable[..., None]:
     @functools.wraps(theirs.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         if type(self) is not theirs:
@@ -189,7 +187,7 @@ def _torchs_runtime_utils() -> ModuleType:
     return importlib.import_module(f"{_FSDP}._runtime_utils")
 
 
-def _names_of_modules() -> list[tuple[ModuleType, str, Any]]:
+def _names_of_modules() -> list[tuple[ModuleType, str, object]]:
     return [
         (module, name, value)
         for key, module in list(sys.modules.items())
@@ -277,7 +275,7 @@ class _Installation:
     """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the script
     anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
 
-    def __reduce__(self) -> tuple[Any, tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return install, ()
 
 
@@ -285,7 +283,7 @@ class _Installation:
 def _install_in_spawned_processes() -> None:
     original = multiprocessing.spawn.get_preparation_data
 
-    def with_installation(name: str) -> dict[str, Any]:
+    def with_installation(name: str) -> dict[str, object]:
         first = {"fsdp_c": _Installation()} if is_installed() else {}
         return first | original(name)
 

@@ -15,11 +15,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch.distributed as dist
 
 from fsdp_c import _C
+from fsdp_c.flat_param import FlatParamHandle
+from fsdp_c.sharded_module import ShardedModule
 from fsdp_c.traversal import clean_path
 
 VARIABLE = "FSDP_C_LEDGER"
@@ -61,14 +63,14 @@ class Entry(NamedTuple):
 # ----------------------------------------------------------------- writing
 
 
-def keep(units: Sequence[tuple[str, Any]]) -> None:
+def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
     """Name the units, given with their paths from the root, in this rank's ledger, if one is asked for."""
     _open_if_wanted()
     if _open_folder is None:
         return
-    for path, unit in units:
-        if unit._unit.ledger_index < 0:
-            unit._unit.ledger_index = _C.add_ledger_name(clean_path(path) or "the root")
+    for path, module in modules:
+        if module._unit.ledger_index < 0:
+            module._unit.ledger_index = _C.add_ledger_name(clean_path(path) or "the root")
 
 
 def _open_if_wanted() -> None:
@@ -143,9 +145,9 @@ def _read_name(file: BinaryIO, index: int, count: int) -> str:
 
 def describe(entries: Sequence[Entry]) -> str:
     """One clause per place, the place of the fewest ranks first: the one that lags is found there."""
-    places: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    places: dict[tuple[int, int, str, bool, str], list[int]] = defaultdict(list)
     for entry in entries:
-        places[entry[2:]].append(entry.rank)
+        places[entry.step, entry.phase, entry.unit, entry.failed, entry.process].append(entry.rank)
     parts = [_clause(ranks, *place) for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))]
     known = {entry.rank for entry in entries}
     if silent := [rank for rank in range(entries[0].world_size) if rank not in known]:
@@ -174,7 +176,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 # ----------------------------------------------------------------- in errors
 
 
-def explain(error: BaseException, number: int, step: int, handle: Any, enqueued: bool) -> None:
+def explain(error: BaseException, number: int, step: int, handle: FlatParamHandle, enqueued: bool) -> None:
     """Add to a collective's error, in place, of which unit and phase it was and where the other ranks are.
 
     The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being enqueued only

@@ -39,7 +39,8 @@ def materialize(
             param_init_fn(target)
     else:
         raise ValueError(
-            f"expected param_init_fn to be callable but got {type(param_init_fn).__name__}: pass a function of a module"
+            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a module as "
+            "param_init_fn"
         )
     tree = Subtree(tree.root)
     params = own_params(tree, ignored_params)
@@ -80,11 +81,11 @@ def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> Non
             continue
         try:
             module.to_empty(device=device, recurse=False)
-            module.reset_parameters()
+            module.reset_parameters()  # type: ignore[operator]  # where there is none, the warning says so
         except Exception as error:
             warnings.warn(
-                f"cannot initialise a module of type {type(module).__name__} from the meta device ({error}): give it a "
-                "reset_parameters() method, or pass param_init_fn",
+                f"Unable to call `reset_parameters()` for module on meta device with error {error}: give "
+                f"{type(module).__name__} this method, or pass param_init_fn",
                 stacklevel=6,
             )
             raise
@@ -115,9 +116,8 @@ def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: t
     """UserWarning when a module that an accelerator will compute is sharded on the CPU."""
     if compute_device != CPU and any(param.device == CPU for param in params):
         warnings.warn(
-            f"the module is on CPU and is sharded there, which may be slower than on {compute_device}; pass device_id "
-            "to have it "
-            "moved first, or move it before the first forward",
+            f"The passed-in `module` is on CPU and is sharded there, which may be slower than on {compute_device}; "
+            "pass device_id to have it moved first, or move it before the first forward",
             stacklevel=4,
         )
 
@@ -130,7 +130,7 @@ def sync_states(module: nn.Module, params: Iterable[nn.Parameter], groups: Itera
     tensors: list[torch.Tensor] = []
     for buffer in module.buffers():
         if not getattr(buffer, "_fsdp_synced", False):
-            buffer._fsdp_synced = True
+            buffer._fsdp_synced = True  # type: ignore[attr-defined]  # a mark on the user's own buffer
             tensors += _plain_tensors(buffer.detach())
     for param in params:
         tensors += _plain_tensors(param.detach())
@@ -149,7 +149,8 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
         inner = getattr(tensor, name)
         if not isinstance(inner, torch.Tensor):
             raise AssertionError(
-                f"{name!r} of {type(tensor).__name__} should be a tensor to be broadcast, not {type(inner).__name__}"
+                f"expected Tensor or OpaqueBase, got {type(inner)}: {name!r} of {type(tensor).__name__} is to be "
+                "broadcast"
             )
         plain += _plain_tensors(inner)
     return plain

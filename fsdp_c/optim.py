@@ -129,7 +129,7 @@ class FlatAdamW(torch.optim.Optimizer):
         torch.autograd.graph.increment_version(params)
 
     def _state_of(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        state = self.state[param]
+        state: dict[str, Tensor] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
         if state["step"].device != param.device:  # the module was moved, or the state was put there by hand

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_c import common
-from fsdp_c.traversal import clean_name, joined, named_params, units_with_paths
+from fsdp_c.aliases import OptimInput
+from fsdp_c.sharded_module import ShardedModule, units_with_paths
+from fsdp_c.traversal import clean_name, joined, named_params
 
 Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
 
@@ -20,8 +22,14 @@ class OptimParam(NamedTuple):
 
     name: str  # its own in the model; a flat parameter's ends in _flat_param
     fqns: tuple[str, ...]  # of the original parameters that it stands for
-    unit: Any  # None for one that no unit manages
+    module: ShardedModule | None  # None for one that no unit manages
     indices: tuple[int, ...]  # of the original parameters in the unit's flat parameter
+
+    @property
+    def owner(self) -> ShardedModule:
+        """The module whose unit manages it."""
+        assert self.module is not None
+        return self.module
 
 
 class OptimParams:
@@ -32,38 +40,38 @@ class OptimParams:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        units = units_with_paths(model)
-        if not units:
+        modules = units_with_paths(model)
+        if not modules:
             raise IndexError(
-                f"{type(model).__name__} has no FullyShardedDataParallel in it: pass the wrapped model, or save a "
-                "plain one's optimizer by optim.state_dict()"
+                f"list index out of range: {type(model).__name__} has no FullyShardedDataParallel in it: pass the "
+                "wrapped model, or save a plain one's optimizer by optim.state_dict()"
             )
-        self.use_orig_params = units[0][1]._use_orig_params
-        if any(unit._use_orig_params != self.use_orig_params for _, unit in units):
+        self.use_orig_params = modules[0][1]._use_orig_params
+        if any(module._use_orig_params != self.use_orig_params for _, module in modules):
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
-        self.all_units = [unit for _, unit in units]
-        self.units = [unit for unit in self.all_units if unit._handle is not None]
-        managed = self._managed(units)
+        self.all_units = [module for _, module in modules]
+        self.units = [module for module in self.all_units if module._handle is not None]
+        managed = self._managed(modules)
         self.raw_names = named_params(model)
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()
         }
 
-    def _managed(self, units: Sequence[tuple[str, Any]]) -> dict[nn.Parameter, OptimParam]:
+    def _managed(self, modules: Sequence[tuple[str, ShardedModule]]) -> dict[nn.Parameter, OptimParam]:
         found: dict[nn.Parameter, OptimParam] = {}
-        for path, unit in units:
-            if unit._handle is None:
+        for path, module in modules:
+            if module._handle is None:
                 continue
-            flat_param = unit._handle.flat_param
+            flat_param = module._handle.flat_param
             prefix = clean_name(f"{path}.") if path else ""
-            fqns = [prefix + param.fqn for param in common.managed_params(unit._handle)[: flat_param._num_params]]
+            fqns = [prefix + param.fqn for param in common.managed_params(module._handle)[: flat_param._num_params]]
             if self.use_orig_params:
-                for index, (param, fqn) in enumerate(zip(flat_param._params, fqns, strict=True)):
-                    found[param] = OptimParam(fqn, (fqn,), unit, (index,))
+                for index, (param, fqn) in enumerate(zip(flat_param._params or (), fqns, strict=True)):
+                    found[param] = OptimParam(fqn, (fqn,), module, (index,))
             else:
                 name = clean_name(joined(path, "_flat_param"))
-                found[flat_param] = OptimParam(name, tuple(fqns), unit, tuple(range(len(fqns))))
+                found[flat_param] = OptimParam(name, tuple(fqns), module, tuple(range(len(fqns))))
         return found
 
     @functools.cached_property
@@ -71,15 +79,19 @@ class OptimParams:
         """What stands for an original parameter of this name."""
         return {fqn: (param, known) for param, known in self.by_param.items() for fqn in known.fqns}
 
-    def keys(self, optim: Any, optim_input: Any, names: Iterable[Any] | None) -> dict[Key, nn.Parameter]:
+    def keys(
+        self, optim: torch.optim.Optimizer | None, optim_input: OptimInput, names: Iterable[object] | None
+    ) -> dict[Key, nn.Parameter]:
         """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not None.
 
         ``names``: those in a state dict that is keyed by names, which may have the wrappers' segments or not.
         """
         if names is not None:
             clean: dict[Key, nn.Parameter] = {clean_name(name): param for name, param in self.raw_names.items()}
-            has_clean = any(name in clean and name not in self.raw_names for name in names)
-            return clean if has_clean else dict(self.raw_names)
+            if any(name in clean and name not in self.raw_names for name in names):
+                return clean
+            raw: dict[Key, nn.Parameter] = dict(self.raw_names.items())
+            return raw
         if optim_input is None and optim is not None:
             held = [param for group in optim.param_groups for param in group["params"]]
         else:
@@ -87,7 +99,7 @@ class OptimParams:
         return dict(enumerate(dict.fromkeys(held)))
 
 
-def params_of_input(optim_input: Any) -> list[nn.Parameter]:
+def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
     """The parameters that an optimizer built of ``optim_input`` holds, in order: of tensors, groups, or a model.
 
     Raises TypeError for anything else, ValueError for nothing, AssertionError for a group without "params".
@@ -95,7 +107,7 @@ def params_of_input(optim_input: Any) -> list[nn.Parameter]:
     if isinstance(optim_input, nn.Module):
         return list(optim_input.parameters())
     try:
-        given = list(optim_input)
+        given: list[Any] = list(optim_input)  # type: ignore[arg-type]  # None has its TypeError below
     except TypeError as error:
         raise TypeError(
             f"Optimizer input should be an iterable of Tensors or dicts, but got {type(optim_input).__name__}"
@@ -113,7 +125,8 @@ def params_of_input(optim_input: Any) -> list[nn.Parameter]:
 
 
 def _group_params(params: Any) -> Iterable[nn.Parameter]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
+    given: Iterable[Any] = [params] if isinstance(params, torch.Tensor) else params
+    return list(given)
 
 
 def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -122,7 +135,8 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in names:
             raise RuntimeError(
-                f"Each parameter should have one name, but {names[param]!r} and {clean_name(name)!r} are the same; "
+                "Each parameter should only map to one parameter name but got "
+                f"{[names[param], clean_name(name)]} for the same; "
                 "state of shared parameters can be keyed by ids only"
             )
         names[param] = clean_name(name)
@@ -130,7 +144,8 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
     for param in names:
         if param in known and len(known[param]) != 1:
             raise RuntimeError(
-                f"Each parameter should have one name, but {names[param]!r} stands for {list(known[param])}; "
+                f"Each parameter should only map to one parameter name but got {list(known[param])} for "
+                f"{names[param]!r}; "
                 "wrap with use_orig_params=True, or save a full state dict"
             )
     return {param: known[param][0] if param in known else name for param, name in names.items()}
@@ -139,4 +154,4 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
 def _flat_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     if not units_with_paths(model):
         return {}
-    return {param: known.fqns for param, known in OptimParams(model).by_param.items() if known.unit is not None}
+    return {param: known.fqns for param, known in OptimParams(model).by_param.items() if known.module is not None}

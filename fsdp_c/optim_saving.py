@@ -12,7 +12,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import common
+from fsdp_c.agreement import digest_of
+from fsdp_c.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.redistribution import gather, join_ranges
+from fsdp_c.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharded_values import (
     ParamForm,
     by_group,
@@ -46,17 +49,21 @@ class SaveOptions(NamedTuple):
         return not self.rank0_only or self.shard_state or dist.get_rank(self.group) == 0
 
 
+Number = int | float | complex | bool
+_Tensors = tuple[tuple[str, torch.dtype], ...]
+
+
 class _Held(NamedTuple):
     """What a rank has of one parameter's state: told to the others, so of small picklable values."""
 
-    tensors: tuple[tuple[str, torch.dtype], ...]
-    scalars: tuple[tuple[str, Any, torch.dtype], ...]  # 0-d tensors
-    others: tuple[tuple[str, Any], ...]
+    tensors: _Tensors
+    scalars: tuple[tuple[str, Number, torch.dtype], ...]  # 0-d tensors
+    others: tuple[tuple[str, object], ...]
 
 
 def save_optim_state(
-    params: OptimParams, keys: dict[Key, nn.Parameter], osd: dict[str, Any], options: SaveOptions
-) -> dict[str, Any]:
+    params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: SaveOptions
+) -> StateDict:
     """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared with it."""
     key_of = {param: key for key, param in keys.items()}
     local = _local_states(params, key_of, osd["state"])
@@ -66,15 +73,15 @@ def save_optim_state(
         return {}
     state = _assembled(params, local, held, values, options)
     _copy_unknown(osd["state"], keys, params, state)
-    result: dict[str, Any] = {"state": state}
+    result: StateDict = {"state": state}
     if "param_groups" in osd:
         result["param_groups"] = [_named_group(group, keys, params) for group in osd["param_groups"]]
     return result
 
 
 def _local_states(
-    params: OptimParams, key_of: dict[nn.Parameter, Key], states: dict[Key, Any]
-) -> dict[OptimParam, dict[str, Any]]:
+    params: OptimParams, key_of: dict[nn.Parameter, Key], states: dict[Key, ParamState]
+) -> dict[OptimParam, ParamState]:
     """By parameter, in the optimizer's order."""
     return {
         params.by_param[param]: states[key]
@@ -92,15 +99,16 @@ class _Told(NamedTuple):
     held: dict[str, _Held]
     lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
     frozen: frozenset[str]  # parameters that need no gradient, which may be missing from the optimizer
+    names: bytes  # a digest of all names
     errors: tuple[str, ...]
 
 
 def _agree(
-    params: OptimParams, local: dict[OptimParam, dict[str, Any]], group: dist.ProcessGroup | None
+    params: OptimParams, local: dict[OptimParam, ParamState], group: dist.ProcessGroup | None
 ) -> dict[OptimParam, _Held]:
     """What there is of each managed parameter's state, in the order of the result; see [Note: One agreement]."""
-    managed = {known.name: known for known in params.by_param.values() if known.unit is not None}
-    own = {known.name: state for known, state in local.items() if known.unit is not None and _counts(known)}
+    managed = {known.name: known for known in params.by_param.values() if known.module is not None}
+    own = {known.name: state for known, state in local.items() if known.module is not None and holds_elements(known)}
     told = common.tell(_told(params, managed, own), group)
     if any(one.errors for one in told):
         raise ValueError("\n".join(error for one in told for error in one.errors))
@@ -112,6 +120,12 @@ def _agree(
             _check_same_tensors(name, held)
         return {managed[name]: mine[name] for name in held[0]}
     names = {name for one in held for name in one}
+    if names and len({one.names for one in told}) > 1:
+        raise RuntimeError(
+            "ranks call the model's parameters by different names (do they ignore different modules?), so that "
+            f"optimizer state cannot be saved by name: rank {dist.get_rank(group)} has {sorted(managed)}. Save "
+            "optimizer.state_dict() of each rank instead"
+        )
     _check_states_of_units(managed, names, frozenset.intersection(*(one.frozen for one in told)))
     for rank, one in enumerate(told):
         for name in sorted(one.lacking & names):
@@ -119,49 +133,50 @@ def _agree(
     return {managed[name]: _merged(name, held) for name in sorted(names)}
 
 
-def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, dict[str, Any]]) -> _Told:
-    by_param = [(param, known) for param, known in params.by_param.items() if known.unit is not None]
+def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, ParamState]) -> _Told:
+    by_param = [(param, known) for param, known in params.by_param.items() if known.module is not None]
     return _Told(
         _described(own),
         frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
         frozenset(known.name for param, known in by_param if not param.requires_grad),
+        digest_of(repr(sorted(managed)).encode()),
         tuple(_misfits(managed, own)),
     )
 
 
 def _own_numel(known: OptimParam) -> int:
     """How many elements this rank's state of a parameter has."""
-    layout = known.unit._handle.layout
-    return layout.shard_ranges()[known.indices[0]][2] if known.unit._use_orig_params else layout.shard_numel
+    layout = handle_of(known.owner).layout
+    return layout.shard_ranges()[known.indices[0]][2] if known.owner._use_orig_params else layout.shard_numel
 
 
-def _counts(known: OptimParam) -> bool:
+def holds_elements(known: OptimParam) -> bool:
     """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
-    if not known.unit._use_orig_params or _own_numel(known):
+    if not known.owner._use_orig_params or _own_numel(known):
         return True
     return _form(known).shape.numel() == 0
 
 
 def _form(known: OptimParam) -> ParamForm:
     """The form of an original parameter."""
-    return param_forms(known.unit)[known.indices[0]]
+    return param_forms(known.owner)[known.indices[0]]
 
 
-def _misfits(managed: dict[str, OptimParam], states: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> Iterator[str]:
     for name, state in states.items():
         numel = _own_numel(managed[name])
         for key, value in state.items():
             if _is_sharded(value) and value.numel() != numel:
                 yield (
                     f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on rank "
-                    f"{managed[name].unit.rank}, whose shard holds {numel} elements of it: only state of the "
+                    f"{managed[name].owner.rank}, whose shard holds {numel} elements of it: only state of the "
                     "parameter's own shape can be saved"
                 )
 
 
-def _described(states: dict[str, dict[str, Any]]) -> dict[str, _Held]:
+def _described(states: dict[str, ParamState]) -> dict[str, _Held]:
     scalars = _scalar_values(states)
-    kinds: dict[Any, Any] = {}  # equal tuples become one object, which is pickled once
+    kinds: dict[_Tensors, _Tensors] = {}  # equal tuples become one object, which is pickled once
     result = {}
     for name, state in states.items():
         tensors = tuple(sorted((key, v.dtype) for key, v in state.items() if _is_sharded(v)))
@@ -170,19 +185,19 @@ def _described(states: dict[str, dict[str, Any]]) -> dict[str, _Held]:
     return result
 
 
-def _is_sharded(value: Any) -> bool:
+def _is_sharded(value: object) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0
 
 
-def _scalar_values(states: dict[str, dict[str, Any]]) -> dict[str, list[tuple[str, Any, torch.dtype]]]:
+def _scalar_values(states: dict[str, ParamState]) -> dict[str, list[tuple[str, Number, torch.dtype]]]:
     """The values of all 0-d tensors, read with one synchronisation per dtype and device."""
-    kinds: dict[Any, list[tuple[str, str, Tensor]]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, str, Tensor]]] = {}
     for name, state in states.items():
         for key in sorted(state):
             value = state[key]
             if isinstance(value, Tensor) and value.dim() == 0:
                 kinds.setdefault((value.dtype, value.device), []).append((name, key, value))
-    found: dict[str, list[tuple[str, Any, torch.dtype]]] = {name: [] for name in states}
+    found: dict[str, list[tuple[str, Number, torch.dtype]]] = {name: [] for name in states}
     for (dtype, _), entries in kinds.items():
         for (name, key, _), value in zip(entries, torch.stack([v for _, _, v in entries]).tolist(), strict=True):
             found[name].append((key, value, dtype))
@@ -202,9 +217,9 @@ def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str,
 
 def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], frozen: frozenset[str]) -> None:
     """A unit's trained parameters have state together, or none has."""
-    by_unit: dict[Any, list[OptimParam]] = {}
+    by_unit: dict[ShardedModule, list[OptimParam]] = {}
     for known in managed.values():
-        by_unit.setdefault(known.unit, []).append(known)
+        by_unit.setdefault(known.owner, []).append(known)
     for members in by_unit.values():
         stated = [known.name for known in members if known.name in names]
         for known in members if stated else ():
@@ -237,9 +252,11 @@ def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
         _check_same_tensors(name, told)
         for ours, theirs in ((first.scalars, other.scalars), (first.others, other.others)):
             if ours != theirs:
+                key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
+                found, wanted = ([one[1:] for one in entries if one[0] == key] for entries in (theirs, ours))
                 raise AssertionError(
-                    f"optimizer state of {name} that is no tensor must be equal on all ranks: rank {first_rank} has "
-                    f"{ours}, rank {rank} {theirs}"
+                    f"Rank {rank} has different values for {key}: {found}, where rank {first_rank} has {wanted} for "
+                    f"{name}; optimizer state that is no tensor must be equal on all ranks"
                 )
     return first
 
@@ -255,71 +272,77 @@ class _Piece(NamedTuple):
 
 
 def _tensors(
-    params: OptimParams, local: dict[OptimParam, dict[str, Any]], held: dict[OptimParam, _Held], options: SaveOptions
-) -> dict[tuple[str, str], Any]:
+    params: OptimParams, local: dict[OptimParam, ParamState], held: dict[OptimParam, _Held], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
-    pieces: dict[Any, list[_Piece]] = {unit: [] for unit in params.units}
+    pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
     nothing = {dtype: torch.empty(0, dtype=dtype) for one in held.values() for _, dtype in one.tensors}
-    for unit, members in _by_unit(held):
+    for module, members in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in members]
         for name in sorted({name for one in dtypes for name in one}):
             for known, one in zip(members, dtypes, strict=True):  # of one name, they are a flat parameter evenly spread
                 if name in one:
-                    pieces[unit] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
-    values = {}
-    for unit in params.units:
-        if not unit._handle.layout.sharded:
-            values.update(_own_copies(unit, pieces[unit], options))
-    sharded = [unit for unit in params.units if unit._handle.layout.sharded and pieces[unit]]
-    by_rows = [unit for unit in sharded if options.shard_state and unit._fsdp_extension is None]
+                    pieces[module] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
+    values: dict[tuple[str, str], Tensor] = {}
+    for module in params.units:
+        if not handle_of(module).layout.sharded:
+            values.update(_own_copies(module, pieces[module], options))
+    sharded = [module for module in params.units if handle_of(module).layout.sharded and pieces[module]]
+    by_rows = [module for module in sharded if options.shard_state and module._fsdp_extension is None]
     values.update(_rows(by_rows, pieces, options))
-    values.update(_wholes([unit for unit in sharded if unit not in by_rows], pieces, options))
+    values.update(_wholes([module for module in sharded if module not in by_rows], pieces, options))
     return values
 
 
-def _by_unit(held: Iterable[OptimParam]) -> list[tuple[Any, list[OptimParam]]]:
-    members: dict[Any, list[OptimParam]] = {}
+def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[OptimParam]]]:
+    members: dict[ShardedModule, list[OptimParam]] = {}
     for known in held:
-        members.setdefault(known.unit, []).append(known)
-    return [(unit, sorted(each, key=lambda known: known.indices)) for unit, each in members.items()]
+        members.setdefault(known.owner, []).append(known)
+    return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
 
 
 def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     """This rank's part of one state of the original parameters that ``known`` stands for."""
-    unit, forms = known.unit, param_forms(known.unit)
+    module, forms = known.owner, param_forms(known.owner)
     value = value.detach() if value.requires_grad else value
-    sharded = unit._handle.layout.sharded
-    if unit._use_orig_params:
+    sharded = handle_of(module).layout.sharded
+    if module._use_orig_params:
         part = value.reshape(-1) if value.dim() != 1 and (sharded or not value.numel()) else value
         return [_Piece(known.fqns[0], name, forms[known.indices[0]], part)]
     return [
         _Piece(fqn, name, form, part if sharded else from_memory_order(part, form.shape, form.order))
-        for fqn, (form, part) in zip(known.fqns, split_shard(unit, value), strict=True)
+        for fqn, (form, part) in zip(known.fqns, split_shard(module, value), strict=True)
     ]
 
 
-def _own_copies(unit: Any, pieces: Sequence[_Piece], options: SaveOptions) -> Iterator[tuple[tuple[str, str], Tensor]]:
+def _own_copies(
+    module: ShardedModule, pieces: Sequence[_Piece], options: SaveOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
     for piece in pieces:
-        value = _with_mesh(unit, piece.form, piece.data, options)
+        value = _with_mesh(module, piece.form, piece.data, options)
         copied = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
         yield (piece.fqn, piece.state_name), copied
 
 
-def _rows(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
-    rows = rows_of_shards(units, lambda unit: [(piece.form, piece.data) for piece in pieces[unit]])
-    values = {}
-    for unit in units:
-        own = [one.cpu() for one in rows[unit]] if options.cpu_offload else rows[unit]
-        made = sharded_values(unit, own, [piece.form for piece in pieces[unit]])
-        values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[unit]], made, strict=True))
+def _rows(
+    modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
+    rows = rows_of_shards(modules, lambda module: [(piece.form, piece.data) for piece in pieces[module]])
+    values: dict[tuple[str, str], Tensor] = {}
+    for module in modules:
+        own = [one.cpu() for one in rows[module]] if options.cpu_offload else rows[module]
+        made = sharded_values(module, own, [piece.form for piece in pieces[module]])
+        values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[module]], made, strict=True))
     return values
 
 
-def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: SaveOptions) -> dict[tuple[str, str], Any]:
-    values: dict[tuple[str, str], Any] = {}
-    for group, members in by_group(units):
-        items = [(unit, piece) for unit in members for piece in pieces[unit]]
-        largest = max(unit._handle.layout.padded_numel * 4 for unit in members)
+def _wholes(
+    modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
+    values: dict[tuple[str, str], Tensor] = {}
+    for group, members in by_group(modules):
+        items = [(module, piece) for module in members for piece in pieces[module]]
+        largest = max(handle_of(module).layout.padded_numel * 4 for module in members)
         flats = gather(
             (piece.data for _, piece in items),
             [piece.form.shard for _, piece in items],
@@ -329,23 +352,24 @@ def _wholes(units: Sequence[Any], pieces: dict[Any, list[_Piece]], options: Save
             rank0_only=options.rank0_only,
             batch_nbytes=max(largest, FULL_BATCH_NBYTES),
         )
-        for (unit, piece), flat in zip(items, flats, strict=True):
+        for (module, piece), flat in zip(items, flats, strict=True):
             if flat is not None:
-                whole = _with_mesh(unit, piece.form, dims_from_memory(flat, piece.form.order), options)
+                whole = _with_mesh(module, piece.form, dims_from_memory(flat, piece.form.order), options)
                 if options.returns_state:
                     values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
     return values
 
 
-def _with_mesh(unit: Any, form: ParamForm, whole: Tensor, options: SaveOptions) -> Tensor:
+def _with_mesh(module: ShardedModule, form: ParamForm, whole: Tensor, options: SaveOptions) -> Tensor:
     """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
 
     In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to have all.
     """
-    if form.parallel is not None:
-        whole = unit._fsdp_extension.post_unflatten_transform(whole, form.parallel)
-    if options.shard_state and unit._fsdp_extension is not None:
-        return unit._fsdp_extension.chunk_dtensor(whole, unit.rank, unit._device_mesh)
+    extension, mesh = module._fsdp_extension, module._device_mesh
+    if extension is not None and form.parallel is not None:
+        whole = extension.post_unflatten_transform(whole, form.parallel)
+    if options.shard_state and extension is not None and mesh is not None:
+        return extension.chunk_dtensor(whole, module.rank, mesh)
     return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole
 
 
@@ -354,17 +378,17 @@ def _with_mesh(unit: Any, form: ParamForm, whole: Tensor, options: SaveOptions) 
 
 def _assembled(
     params: OptimParams,
-    local: dict[OptimParam, dict[str, Any]],
+    local: dict[OptimParam, ParamState],
     held: dict[OptimParam, _Held],
-    values: dict[tuple[str, str], Any],
+    values: dict[tuple[str, str], Tensor],
     options: SaveOptions,
-) -> dict[str, dict[str, Any]]:
-    state: dict[str, dict[str, Any]] = {}
-    unmanaged = {known.name: own for known, own in local.items() if known.unit is None}
+) -> dict[str, ParamState]:
+    state: dict[str, ParamState] = {}
+    unmanaged = {known.name: own for known, own in local.items() if known.module is None}
     scalars = _new_scalars(held, options)
     for known, one in held.items():
         for fqn in known.fqns:
-            found = [(name, values[fqn, name]) for name, _ in one.tensors]
+            found: list[tuple[str, object]] = [(name, values[fqn, name]) for name, _ in one.tensors]
             found += [(name, next(scalars[dtype, _scalar_device(known, options)])) for name, _, dtype in one.scalars]
             found += [(name, copy.deepcopy(value)) for name, value in one.others]
             state[fqn] = dict(sorted(found, key=_first))
@@ -373,17 +397,19 @@ def _assembled(
     return dict(sorted(state.items())) if params.use_orig_params else state
 
 
-def _first(pair: tuple[str, Any]) -> str:
+def _first(pair: tuple[str, object]) -> str:
     return pair[0]
 
 
 def _scalar_device(known: OptimParam, options: SaveOptions) -> torch.device:
-    return torch.device("cpu") if options.cpu_offload else known.unit.compute_device
+    return torch.device("cpu") if options.cpu_offload else known.owner.compute_device
 
 
-def _new_scalars(held: dict[OptimParam, _Held], options: SaveOptions) -> dict[Any, Iterator[Tensor]]:
+def _new_scalars(
+    held: dict[OptimParam, _Held], options: SaveOptions
+) -> dict[tuple[torch.dtype, torch.device], Iterator[Tensor]]:
     """By dtype and device, 0-d tensors in the order of the result: one for each parameter's each scalar (parity 23)."""
-    values: dict[Any, list[Any]] = {}
+    values: dict[tuple[torch.dtype, torch.device], list[Number]] = {}
     for known, one in held.items():
         for _ in known.fqns:
             for _, value, dtype in one.scalars:
@@ -391,20 +417,20 @@ def _new_scalars(held: dict[OptimParam, _Held], options: SaveOptions) -> dict[An
     return {(dtype, device): _scalars(given, dtype, device) for (dtype, device), given in values.items()}
 
 
-def _scalars(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+def _scalars(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
     together = torch.tensor(values, dtype=dtype, device=device)
     ranges = [number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)]
     return iter(join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values)))
 
 
-def _copied(value: Any, options: SaveOptions) -> Any:
+def _copied(value: object, options: SaveOptions) -> object:
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
     return value.detach().to("cpu", copy=True) if options.cpu_offload else value.detach().clone()
 
 
 def _copy_unknown(
-    states: dict[Key, Any], keys: dict[Key, nn.Parameter], params: OptimParams, result: dict[str, Any]
+    states: dict[Key, ParamState], keys: dict[Key, nn.Parameter], params: OptimParams, result: StateDict
 ) -> None:
     for key, value in states.items():
         if key in keys or key in result:
@@ -414,10 +440,10 @@ def _copy_unknown(
             "state_dict: it belongs to no parameter of the model and is taken for the user's own.",
             stacklevel=5,
         )
-        result[key] = copy.copy(value)  # type: ignore[index]
+        result[key] = copy.copy(value)  # type: ignore[index]  # the user's own keys are copied, of whatever type
 
 
-def _named_group(group: dict[str, Any], keys: dict[Key, nn.Parameter], params: OptimParams) -> dict[str, Any]:
+def _named_group(group: ParamGroup, keys: dict[Key, nn.Parameter], params: OptimParams) -> ParamGroup:
     named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     fqns = [params.by_param[keys[key]].fqns for key in group["params"]]
     return {**named, "params": list(itertools.chain.from_iterable(fqns))}

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from fsdp_c import common
+from fsdp_c.aliases import OptimInput, StateDict
 from fsdp_c.api import OptimStateKeyType, StateDictType
 from fsdp_c.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.optim_params import Key, OptimParams, names_of_params, params_of_input
 from fsdp_c.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state_dict import settings_of
 
+Group = dist.ProcessGroup | None
 
-def optim_state_dict(model: nn.Module, optim: Any, osd: dict[str, Any] | None, group: Any) -> dict[str, Any]:
+
+def optim_state_dict(model: nn.Module, optim: Optimizer, osd: StateDict | None, group: Group) -> StateDict:
     """See FullyShardedDataParallel.optim_state_dict."""
     params = OptimParams(model)
     _check_optimizer(optim)
@@ -31,14 +35,18 @@ def optim_state_dict(model: nn.Module, optim: Any, osd: dict[str, Any] | None, g
     return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
 
 
-def _check_optimizer(optim: Any) -> None:
+def _check_optimizer(optim: Optimizer) -> None:
     if not hasattr(optim, "param_groups"):
         raise TypeError(f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()")
 
 
 def _save(
-    params: OptimParams, optim: Any, osd: dict[str, Any], optim_input: Any, options: SaveOptions
-) -> dict[str, Any]:
+    params: OptimParams,
+    optim: Optimizer,
+    osd: StateDict,
+    optim_input: OptimInput,
+    options: SaveOptions,
+) -> StateDict:
     if options.shard_state and (options.rank0_only or optim_input is not None):
         raise AssertionError(
             f"Expected optim_input to be None and rank0_only to be False for sharded state, got {optim_input} and "
@@ -49,14 +57,19 @@ def _save(
         return save_optim_state(params, keys, osd, options)
 
 
-def is_named_state(osd: dict[str, Any]) -> bool:
+def is_named_state(osd: StateDict) -> bool:
     """Whether state is keyed by names; empty state is not."""
     return isinstance(next(iter(osd["state"]), None), str)
 
 
 def optim_state_dict_to_load(
-    model: nn.Module, optim: Any, osd: dict[str, Any], is_named_optimizer: bool, load_directly: bool, group: Any
-) -> dict[str, Any]:
+    model: nn.Module,
+    optim: Optimizer,
+    osd: StateDict,
+    is_named_optimizer: bool,
+    load_directly: bool,
+    group: Group,
+) -> StateDict:
     """See FullyShardedDataParallel.optim_state_dict_to_load."""
     params = OptimParams(model)
     _check_optimizer(optim)
@@ -77,14 +90,13 @@ def optim_state_dict_to_load(
 
 def _warn_legacy(old: str, new: str) -> None:
     warnings.warn(
-        f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
-        f"``FullyShardedDataParallel.{new}``.",
+        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by ``FullyShardedDataParallel.{new}``.",
         FutureWarning,
         stacklevel=4,
     )
 
 
-def _warn_optim_input(optim_input: Any) -> None:
+def _warn_optim_input(optim_input: OptimInput) -> None:
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated and will be removed: pass `optim`, whose groups say the same.",
@@ -94,8 +106,12 @@ def _warn_optim_input(optim_input: Any) -> None:
 
 
 def full_optim_state_dict(
-    model: nn.Module, optim: Any, optim_input: Any, rank0_only: bool, group: Any
-) -> dict[str, Any]:
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: OptimInput,
+    rank0_only: bool,
+    group: Group,
+) -> StateDict:
     """See FullyShardedDataParallel.full_optim_state_dict."""
     _warn_legacy("full_optim_state_dict", "optim_state_dict")
     _warn_optim_input(optim_input)
@@ -104,28 +120,34 @@ def full_optim_state_dict(
     )
 
 
-def sharded_optim_state_dict(model: nn.Module, optim: Any, group: Any) -> dict[str, Any]:
+def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group) -> StateDict:
     """See FullyShardedDataParallel.sharded_optim_state_dict."""
     _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
     return _save(OptimParams(model), optim, optim.state_dict(), None, SaveOptions(False, True, True, group))
 
 
-def shard_full_optim_state_dict(full: dict[str, Any], model: nn.Module, optim_input: Any, optim: Any) -> dict[str, Any]:
+def shard_full_optim_state_dict(
+    full: StateDict, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None
+) -> StateDict:
     """See FullyShardedDataParallel.shard_full_optim_state_dict."""
     _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
     return _load(full, model, optim_input, optim, False, None)
 
 
-def flatten_sharded_optim_state_dict(sharded: dict[str, Any], model: nn.Module, optim: Any) -> dict[str, Any]:
+def flatten_sharded_optim_state_dict(sharded: StateDict, model: nn.Module, optim: Optimizer) -> StateDict:
     """See FullyShardedDataParallel.flatten_sharded_optim_state_dict."""
     _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
     return _load(sharded, model, None, optim, False, None)
 
 
 def scatter_full_optim_state_dict(
-    full: dict[str, Any] | None, model: nn.Module, optim_input: Any, optim: Any, group: Any
-) -> dict[str, Any]:
+    full: StateDict | None,
+    model: nn.Module,
+    optim_input: OptimInput,
+    optim: Optimizer | None,
+    group: Group,
+) -> StateDict:
     """See FullyShardedDataParallel.scatter_full_optim_state_dict."""
     _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
     _warn_optim_input(optim_input)
@@ -133,8 +155,13 @@ def scatter_full_optim_state_dict(
 
 
 def _load(
-    osd: dict[str, Any], model: nn.Module, optim_input: Any, optim: Any, rank0_only: bool, group: Any
-) -> dict[str, Any]:
+    osd: StateDict,
+    model: nn.Module,
+    optim_input: OptimInput,
+    optim: Optimizer | None,
+    rank0_only: bool,
+    group: Group,
+) -> StateDict:
     params = OptimParams(model)
     keys = params.keys(optim, optim_input, None)
     return load_optim_state(params, keys, osd, LoadOptions(rank0_only, None, group))
@@ -144,12 +171,16 @@ def _load(
 
 
 def rekey_optim_state_dict(
-    osd: dict[str, Any], key_type: OptimStateKeyType, model: nn.Module, optim_input: Any, optim: Any
-) -> dict[str, Any]:
+    osd: StateDict,
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput,
+    optim: Optimizer | None,
+) -> StateDict:
     """See FullyShardedDataParallel.rekey_optim_state_dict."""
     _warn_optim_input(optim_input)
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        raise AssertionError(f"Expected OptimStateKeyType.PARAM_NAME or PARAM_ID, got {key_type}")
+        raise AssertionError(f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {key_type}")
     kinds = {type(key) for key in osd["state"]} or {
         type(key) for group in osd["param_groups"] for key in group["params"]
     }
@@ -167,17 +198,17 @@ def rekey_optim_state_dict(
     return _with_keys(osd, name_of)
 
 
-def _held_params(model: nn.Module, optim_input: Any, optim: Any) -> list[nn.Parameter]:
+def _held_params(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[nn.Parameter]:
     if optim_input is None and optim is not None:
         return [param for group in optim.param_groups for param in group["params"]]
     return params_of_input(model if optim_input is None else optim_input)
 
 
-def _with_keys(osd: dict[str, Any], new_key: dict[Key, Key]) -> dict[str, Any]:
+def _with_keys(osd: StateDict, new_key: dict[Key, Key]) -> StateDict:
     groups = [
         {
             **{name: copy.deepcopy(value) for name, value in group.items() if name != "params"},
-            "params": sorted(new_key[key] for key in group["params"]),  # type: ignore[type-var]
+            "params": sorted(new_key[key] for key in group["params"]),
         }
         for group in osd["param_groups"]
     ]

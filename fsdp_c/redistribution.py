@@ -225,7 +225,8 @@ def join_ranges(
     if sources[0].device.type != "cpu":
         return _join_elsewhere(sources, ranges, counts, likes, shapes)
     ndims, sizes = list(map(len, shapes)), list(itertools.chain.from_iterable(shapes))
-    return torch.ops.fsdp_c.join_ranges(sources, ranges, counts, likes, ndims, sizes)
+    joined: list[Tensor] = torch.ops.fsdp_c.join_ranges(sources, ranges, counts, likes, ndims, sizes)
+    return joined
 
 
 def _join_elsewhere(
@@ -330,9 +331,14 @@ def _gather_large(pieces: list[Tensor], sources: Sequence[Partition], group: dis
             if start < end:
                 data = whole[start:end].view(torch.uint8)
                 works.append(dist.broadcast(data, group=group, group_src=rank, async_op=True))
-    for work in works:
-        work.wait()
+    _wait(works)
     return wholes
+
+
+def _wait(works: Iterable[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _exchange_large(
@@ -340,7 +346,8 @@ def _exchange_large(
 ) -> list[Tensor]:
     rank = group.rank()
     _check(pieces, sources, rank)
-    made, works = [], []
+    made: list[Tensor] = []
+    works: list[dist.Work | None] = []
     for tag, (piece, source, target) in enumerate(zip(pieces, sources, targets, strict=True)):
         start, end = target.bounds(rank)
         own = _new(piece, end - start)
@@ -356,8 +363,7 @@ def _exchange_large(
                 first = start + offset - source.bounds(rank)[0]
                 place.copy_(piece[first : first + numel])
         made.append(own)
-    for work in works:
-        work.wait()
+    _wait(works)
     return made
 
 

@@ -40,7 +40,7 @@ class ShardedGradScaler(GradScaler):
         growth_factor: float = 2.0,
         growth_interval: int = 2000,
         enabled: bool = True,
-        process_group: dist.ProcessGroup | None = dist.group.WORLD,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
             device,
@@ -73,10 +73,11 @@ class ShardedGradScaler(GradScaler):
     def _scaled(self, output: Tensor) -> Tensor:
         supported = (*_DEVICE_TYPES, torch._C._get_privateuse1_backend_name())
         if output.device.type not in supported:
-            raise AssertionError(f"Expected a supported device ({', '.join(supported)}), got {output.device}")
+            raise AssertionError(f"Expected supported device, got {output.device}: pass one of {', '.join(supported)}")
         if self._scale is None:
-            self._lazy_init_scale_growth_tracker(output.device)  # type: ignore[no-untyped-call]
-        return (output * self._scale.to(output.device, non_blocking=True)).to(output.dtype)  # type: ignore[union-attr]
+            self._lazy_init_scale_growth_tracker(output.device)
+        assert self._scale is not None
+        return (output * self._scale.to(output.device, non_blocking=True)).to(output.dtype)
 
     # ---- looking for inf and NaN
 

@@ -8,9 +8,10 @@ mesh, is gathered, and each rank takes its own part.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from fsdp_c.flat_param import FlatParamHandle
 from fsdp_c.redistribution import Partition, chunk_partition, gather, redistribute, shard_partition
-from fsdp_c.tensor_parallel import full_shape
+from fsdp_c.sharded_module import ShardedModule, handle_of
+from fsdp_c.tensor_parallel import ParamExtension, full_shape
 
 
 class ParamForm(NamedTuple):
@@ -38,7 +41,7 @@ class ParamForm(NamedTuple):
     rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
     memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
     own_rows: tuple[int, ...]  # so of this rank's rows
-    parallel: Any  # what tensor parallelism knows of a parameter whose local part this is; else None
+    parallel: ParamExtension  # what tensor parallelism knows of a parameter whose local part this is; else None
 
     @property
     def full_shape(self) -> torch.Size:
@@ -46,24 +49,28 @@ class ParamForm(NamedTuple):
         return full_shape(self.parallel, self.shape)
 
 
-def param_forms(unit: Any) -> list[ParamForm]:
+def param_forms(module: ShardedModule) -> list[ParamForm]:
     """The forms of a unit's parameters, in the order of its flat parameter."""
-    handle = unit._handle
-    if "param_forms" not in vars(handle):
-        handle.param_forms = _param_forms(unit)
-    return handle.param_forms
+    handle = handle_of(module)
+    forms = _forms.get(handle)
+    if forms is None:
+        forms = _forms[handle] = _param_forms(module)
+    return forms
 
 
-def _param_forms(unit: Any) -> list[ParamForm]:
-    flat_param, layout = unit._handle.flat_param, unit._handle.layout
+_forms: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamForm]] = weakref.WeakKeyDictionary()
+
+
+def _param_forms(module: ShardedModule) -> list[ParamForm]:
+    flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
     forms = []
     for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
         order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
-        by_rows = shape or unit._device_mesh is None
+        by_rows = shape or module._device_mesh is None
         by_rows = by_rows and (order is None or order[0] == 0)
-        rows = chunk_partition(shape, unit.world_size) if by_rows else None
+        rows = chunk_partition(shape, module.world_size) if by_rows else None
         memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
-        own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, unit.rank) if rows else 0))
+        own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)
         forms.append(ParamForm(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel))
@@ -107,35 +114,35 @@ def rows_shape(shape: torch.Size, numel: int) -> list[int]:
 
 
 def rows_of_shards(
-    units: Iterable[Any], forms_of: Callable[[Any], Sequence[tuple[ParamForm, Tensor]]]
-) -> dict[Any, list[Tensor]]:
+    modules: Iterable[ShardedModule], forms_of: Callable[[ShardedModule], Sequence[tuple[ParamForm, Tensor]]]
+) -> dict[ShardedModule, list[Tensor]]:
     """Per unit, this rank's rows of what ``forms_of`` gives: parameters' forms, and this rank's 1-D part of each shard.
 
     A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole everywhere.
     Collective over the units' groups, with few large transfers. See ``redistribution.redistribute``.
     """
-    result: dict[Any, list[Tensor]] = {}
-    for group, members in by_group(units):
-        items = [(unit, form, piece) for unit in members for form, piece in forms_of(unit)]
+    result: dict[ShardedModule, list[Tensor]] = {}
+    for group, members in by_group(modules):
+        items = [(module, form, piece) for module in members for form, piece in forms_of(module)]
         chunks = _rows_of_one_group(items, group, members[0].compute_device)
-        for unit in members:
-            result[unit] = []
-        for (unit, _, _), chunk in zip(items, chunks, strict=True):
-            result[unit].append(chunk)
+        for module in members:
+            result[module] = []
+        for (module, _, _), chunk in zip(items, chunks, strict=True):
+            result[module].append(chunk)
     return result
 
 
-def by_group(units: Iterable[Any]) -> Iterator[tuple[dist.ProcessGroup, list[Any]]]:
+def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGroup, list[ShardedModule]]]:
     """The units that share a shard group, and a device, together: the same order on every rank."""
-    members: dict[Any, list[Any]] = defaultdict(list)
-    for unit in units:
-        members[unit.process_group, unit.compute_device].append(unit)
+    members: dict[tuple[dist.ProcessGroup, torch.device], list[ShardedModule]] = defaultdict(list)
+    for module in modules:
+        members[module.process_group, module.compute_device].append(module)
     for (group, _), units_of_group in members.items():
         yield group, units_of_group
 
 
 def _rows_of_one_group(
-    items: list[tuple[Any, ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+    items: list[tuple[ShardedModule, ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
     direct = [(form, piece) for _, form, piece in items if form.rows is not None]
     rows = redistribute(
@@ -179,56 +186,60 @@ def shards_of_rows(
         device=device,
     )
     others = [(form, rows) for form, rows in items if form.rows is None]
-    natural = [chunk_partition(form.shape, group.size()) for form, _ in others]
-    rank = group.rank()
-    pieces = (rows.reshape(-1)[: end - start] for (_, rows), (start, end) in _with_bounds(others, natural, rank))
-    wholes = iter(list(gather(pieces, natural, group, device=device)))
+    wholes = wholes_of_rows(others, group, device)
     # in the order of `items`: what is whole already needs no further transfer
     for form, _ in items:
-        yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, rank)
+        yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, group.rank())
 
 
-def whole_of_rows(rows: Tensor, form: ParamForm, unit: Any) -> Tensor:
+def wholes_of_rows(
+    items: Sequence[tuple[ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[Tensor]:
+    """The whole of each tensor, contiguous, from every rank's rows. Collective."""
+    natural = [chunk_partition(form.shape, group.size()) for form, _ in items]
+    numels = [_numel_of(partition, group.rank()) for partition in natural]
+    # a scalar of a mesh is on every rank, and counts on the one that the partition says
+    pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
+    wholes = list(gather(pieces, natural, group, device=device))
+    for (form, _), whole in zip(items, wholes, strict=True):
+        assert whole is not None
+        yield whole.view(form.shape)
+
+
+def whole_of_rows(rows: Tensor, form: ParamForm, module: ShardedModule) -> Tensor:
     """The whole of one tensor from every rank's rows. Collective."""
-    partition = chunk_partition(form.shape, unit.world_size)
-    (whole,) = gather([rows.reshape(-1)], [partition], unit.process_group, device=unit.compute_device)
-    assert whole is not None
-    return whole.view(form.shape)
+    (whole,) = wholes_of_rows([(form, rows)], module.process_group, module.compute_device)
+    return whole
 
 
-def _with_bounds(items: Sequence[Any], partitions: Sequence[Partition], rank: int) -> Iterator[tuple[Any, Any]]:
-    return zip(items, (partition.bounds(rank) for partition in partitions), strict=True)
-
-
-def _own_shard(flat: Tensor | None, form: ParamForm, rank: int) -> Tensor:
-    assert flat is not None
+def _own_shard(whole: Tensor, form: ParamForm, rank: int) -> Tensor:
     start, end = form.shard.bounds(rank)
-    return to_memory_order(flat.view(form.shape), form.order)[start:end]
+    return to_memory_order(whole, form.order)[start:end]
 
 
 # ----------------------------------------------------------------- values
 
 
 def sharded_values(
-    unit: Any, rows: Sequence[Tensor], forms: Sequence[ParamForm]
+    module: ShardedModule, rows: Sequence[Tensor], forms: Sequence[ParamForm]
 ) -> list[ShardedTensor] | list[DTensor]:
     """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else ShardedTensors
     (F-031, F-032), which are contiguous whatever the parameters are."""
-    if unit._device_mesh is not None:
-        return [_dtensor(own, form, unit._device_mesh) for own, form in zip(rows, forms, strict=True)]
+    if module._device_mesh is not None:
+        return [_dtensor(own, form, module._device_mesh) for own, form in zip(rows, forms, strict=True)]
     if not rows:
         return []
-    places = _Places.of(unit, rows[0].device.type)
+    places = _Places.of(module, rows[0].device.type)
     return [
         places.sharded_tensor(own.contiguous(), form.shape, places.rows_metadata(form.shape))
         for own, form in zip(rows, forms, strict=True)
     ]
 
 
-def flat_value(unit: Any, local: Tensor, numel: int) -> ShardedTensor:
+def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTensor:
     """The flat parameter of ``numel`` elements, of which ``local`` are this rank's (F-040)."""
-    places = _Places.of(unit, local.device.type)
-    step = unit._handle.layout.shard_numel
+    places = _Places.of(module, local.device.type)
+    step = handle_of(module).layout.shard_numel
     shards = [
         ShardMetadata([start], [min(step, numel - start)], device)
         for start, device in zip(range(0, numel, max(step, 1)), places.devices, strict=False)
@@ -239,9 +250,9 @@ def flat_value(unit: Any, local: Tensor, numel: int) -> ShardedTensor:
 class _Places:
     """Where each rank of a unit's group keeps its rows; kept with the unit, as there are many values and few places."""
 
-    def __init__(self, unit: Any, device_type: str) -> None:
-        self.group = unit.process_group
-        self.rank = unit.rank
+    def __init__(self, module: ShardedModule, device_type: str) -> None:
+        self.group = module.process_group
+        self.rank = module.rank
         self.device_type = device_type
         ranks = dist.get_process_group_ranks(self.group)
         if device_type == "cpu":
@@ -254,10 +265,10 @@ class _Places:
         self.rows: dict[torch.Size, list[ShardMetadata]] = {}  # of shapes; many tensors have one, and none changes it
 
     @classmethod
-    def of(cls, unit: Any, device_type: str) -> _Places:
-        known = unit.__dict__.get("_state_dict_places")
+    def of(cls, module: ShardedModule, device_type: str) -> _Places:
+        known: _Places | None = module.__dict__.get("_state_dict_places")
         if known is None or known.device_type != device_type:
-            known = unit.__dict__["_state_dict_places"] = cls(unit, device_type)
+            known = module.__dict__["_state_dict_places"] = cls(module, device_type)
         return known
 
     def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
@@ -291,7 +302,7 @@ class _Places:
     def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
         """As ShardedTensor's own constructors build one, without their checks of what was computed just now."""
         properties = self._properties(local)
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: ShardedTensor = torch.Tensor._make_wrapper_subclass(
             ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
         )
         tensor.__dict__.update(
@@ -315,7 +326,7 @@ def _shard(local: Tensor, metadata: ShardMetadata) -> Shard:
 def _dtensor(rows: Tensor, form: ParamForm, mesh: DeviceMesh) -> DTensor:
     meta = TensorMeta(form.shape, _strides(form.shape, form.order), rows.dtype)
     spec = DTensorSpec(mesh, _placements(mesh, bool(form.shape)), meta)
-    return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg]
+    return DTensor(rows, spec, requires_grad=False)
 
 
 def _strides(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
@@ -333,27 +344,27 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
     return (*[Replicate()] * (mesh.ndim - 1), last)
 
 
-def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
+def rows_of_value(value: object, fqn: str, module: ShardedModule, form: ParamForm) -> Tensor:
     """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed otherwise.
 
     Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
     into rows over the ranks of its group (X-142).
     """
     if isinstance(value, DTensor):
-        return _rows_of_dtensor(value, unit)
+        return _rows_of_dtensor(value, module)
     if not isinstance(value, ShardedTensor):
         raise AssertionError(
-            f"{fqn}: a sharded state dict holds ShardedTensor or DTensor values but got {type(value)}; "
+            f"Expected ShardedTensor, got {type(value)}: a sharded state dict has no such {fqn}; "
             "load full tensors with StateDictType.FULL_STATE_DICT"
         )
     shards = value.local_shards()
     if len(shards) >= 2:
         raise AssertionError(
-            f"{fqn}: Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {unit.rank}; "
+            f"Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {module.rank} of {fqn}: "
             "load through torch.distributed.checkpoint, which divides it anew"
         )
     group = value._process_group
-    same = group.size() == unit.world_size
+    same = group.size() == module.world_size
     partition = form.rows if same and form.rows else chunk_partition(form.shape, group.size())
     numel = _numel_of(partition, group.rank())
     found = shards[0].tensor.numel() if shards else 0
@@ -362,22 +373,20 @@ def rows_of_value(value: Any, fqn: str, unit: Any, form: ParamForm) -> Tensor:
             f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
             "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
         )
-    rows = shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
-    return rows if same else _rows_of_larger_group(rows, form, group, unit)
+    rows = shards[0].tensor if shards else torch.empty(rows_shape(form.shape, 0), dtype=value.dtype)
+    return rows if same else _rows_of_larger_group(rows, form, group, module)
 
 
-def _rows_of_larger_group(rows: Tensor, form: ParamForm, group: dist.ProcessGroup, unit: Any) -> Tensor:
+def _rows_of_larger_group(rows: Tensor, form: ParamForm, group: dist.ProcessGroup, module: ShardedModule) -> Tensor:
     """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over."""
-    partition = chunk_partition(form.shape, group.size())
-    (whole,) = gather([rows.reshape(-1)], [partition], group, device=unit.compute_device)
-    assert whole is not None
-    return own_rows(whole.view(form.shape), unit.rank, unit.world_size)
+    (whole,) = wholes_of_rows([(form, rows)], group, module.compute_device)
+    return own_rows(whole, module.rank, module.world_size)
 
 
-def _rows_of_dtensor(value: DTensor, unit: Any) -> Tensor:
+def _rows_of_dtensor(value: DTensor, module: ShardedModule) -> Tensor:
     local = value.to_local()
     mesh = value.device_mesh
-    same = mesh.size(-1) == unit.world_size and value.placements == _placements(mesh, value.dim() > 0)
+    same = mesh.size(-1) == module.world_size and value.placements == _placements(mesh, value.dim() > 0)
     if same and value.dim():
         return local
-    return own_rows(value.full_tensor(), unit.rank, unit.world_size)
+    return own_rows(value.full_tensor(), module.rank, module.world_size)

@@ -12,12 +12,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_c import common
+from fsdp_c.aliases import StateDict
 from fsdp_c.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -31,6 +33,7 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_c.sharded_module import ShardedModule, units_of
 from fsdp_c.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
 from fsdp_c.state_dict_saving import (
     full_values,
@@ -42,7 +45,7 @@ from fsdp_c.state_dict_saving import (
     put_sharded_values,
     sharded_rows,
 )
-from fsdp_c.traversal import WRAPPED_PREFIX, clean_name, is_unit, units_of
+from fsdp_c.traversal import WRAPPED_PREFIX, clean_name, is_unit
 from fsdp_c.unshard_params import check_idle
 
 logger = logging.getLogger(__name__)
@@ -53,9 +56,12 @@ _CONFIG_TYPES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateD
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 
+T = TypeVar("T")
+
 # What the pre hook of a unit opened and its post hook closes.
-_open: weakref.WeakKeyDictionary[nn.Module, contextlib.ExitStack] = weakref.WeakKeyDictionary()
-_supplied: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = weakref.WeakKeyDictionary()
+_open: weakref.WeakKeyDictionary[ShardedModule, contextlib.ExitStack] = weakref.WeakKeyDictionary()
+_rows: weakref.WeakKeyDictionary[ShardedModule, list[Tensor]] = weakref.WeakKeyDictionary()
+_supplied: weakref.WeakKeyDictionary[ShardedModule, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 # ----------------------------------------------------------------- selection
@@ -96,22 +102,22 @@ def state_dict_type(
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     """The settings of the units in ``module``, None without units. Raises AssertionError where they differ."""
-    units = units_of(module)
-    return settings_of(units) if units else None
+    fsdp_modules = units_of(module)
+    return settings_of(fsdp_modules) if fsdp_modules else None
 
 
-def settings_of(units: list[Any]) -> StateDictSettings:
+def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
     """The settings that all of them have. Raises AssertionError where they differ."""
-    found = _settings(units[0])
-    for unit in units[1:]:
-        if _settings(unit) != found:
+    found = _settings(modules[0])
+    for module in modules[1:]:
+        if _settings(module) != found:
             raise AssertionError(
-                f"All FSDP modules must have the same state dict settings. Got {_settings(unit)} and {found}."
+                f"All FSDP modules must have the same state dict settings. Got {_settings(module)} and {found}."
             )
-    for unit in units:
-        if _has_mesh(unit):
-            _refuse_local_with_mesh(unit)
-            unit._optim_state_dict_config._use_dtensor = True
+    for module in modules:
+        if module._device_mesh is not None:
+            _refuse_local_with_mesh(module)
+            _note_dtensors(module._optim_state_dict_config)
     return found
 
 
@@ -139,20 +145,22 @@ def _select(
     model_type, optim_type = _CONFIG_TYPES[wanted]
     model_config = _config("state_dict_config", model_type, model_config)
     optim_config = _config("optim_state_dict_config", optim_type, optim_config)
-    units = units_of(module)
-    previous = [_settings(unit) for unit in units]
+    fsdp_modules = units_of(module)
+    previous = [_settings(fsdp_module) for fsdp_module in fsdp_modules]
     _check_uniform(previous)
-    for unit in units:
-        unit._state_dict_type = wanted
-        unit._state_dict_config = model_config
-        unit._optim_state_dict_config = optim_config
-    return previous[0] if previous else StateDictSettings(None, None, None)  # type: ignore[arg-type]
+    for fsdp_module in fsdp_modules:
+        fsdp_module._state_dict_type = wanted
+        fsdp_module._state_dict_config = model_config
+        fsdp_module._optim_state_dict_config = optim_config
+    if previous:
+        return previous[0]
+    return StateDictSettings(None, None, None)  # type: ignore[arg-type]  # torch gives this too, where there is no unit
 
 
-def _config(name: str, expected: type, given: Any) -> Any:
+def _config(name: str, expected: type[T], given: object) -> T:
     if given is None:
         return expected()
-    if type(given) is not expected:
+    if not isinstance(given, expected) or type(given) is not expected:
         raise RuntimeError(f"Expected {name} of type {expected} but got {type(given)}: pass {expected.__name__}(...)")
     return given
 
@@ -166,16 +174,17 @@ def _check_uniform(settings: list[StateDictSettings]) -> None:
                 raise AssertionError(f"All FSDP modules must have the same type of {field}.")
 
 
-def _settings(unit: Any) -> StateDictSettings:
-    return StateDictSettings(unit._state_dict_type, unit._state_dict_config, unit._optim_state_dict_config)
+def _settings(module: ShardedModule) -> StateDictSettings:
+    return StateDictSettings(module._state_dict_type, module._state_dict_config, module._optim_state_dict_config)
 
 
-def _has_mesh(unit: Any) -> bool:
-    return getattr(unit, "_device_mesh", None) is not None
+def _note_dtensors(config: StateDictConfig | OptimStateDictConfig) -> None:
+    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it, declared or not."""
+    vars(config)["_use_dtensor"] = True
 
 
-def _refuse_local_with_mesh(unit: Any) -> None:
-    if unit._state_dict_type == StateDictType.LOCAL_STATE_DICT:
+def _refuse_local_with_mesh(module: ShardedModule) -> None:
+    if module._state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise RuntimeError(
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT: "
             "set state_dict_type to SHARDED_STATE_DICT"
@@ -185,26 +194,27 @@ def _refuse_local_with_mesh(unit: Any) -> None:
 # ----------------------------------------------------------------- the four hooks
 
 
-def register_hooks(fsdp_module: nn.Module) -> None:
+def register_hooks(fsdp_module: ShardedModule) -> None:
     """Register the state dict hooks; module-level functions, so that a hooked module pickles and copies."""
-    fsdp_module.register_state_dict_pre_hook(_pre_save_hook)
-    fsdp_module._register_state_dict_hook(_post_save_hook)
-    fsdp_module._register_load_state_dict_pre_hook(_pre_load_hook, with_module=True)
-    fsdp_module.register_load_state_dict_post_hook(_post_load_hook)
+    module: nn.Module = fsdp_module
+    module.register_state_dict_pre_hook(_pre_save_hook)
+    module._register_state_dict_hook(_post_save_hook)
+    module._register_load_state_dict_pre_hook(_pre_load_hook, with_module=True)
+    module.register_load_state_dict_post_hook(_post_load_hook)
 
 
 class _Saving(threading.local):
     """The outermost ``state_dict()`` of a unit that is running in this thread: its units share their transfers."""
 
-    outermost: Any = None
-    values: dict[Any, list[Tensor]]
+    outermost: ShardedModule | None = None
+    values: dict[ShardedModule, list[Tensor]]
 
 
 _saving = _Saving()
 
 
 @contextlib.contextmanager
-def saving(fsdp_module: Any) -> Iterator[None]:
+def saving(fsdp_module: ShardedModule) -> Iterator[None]:
     """Around ``state_dict()`` of a unit, which the units inside call as well.
 
     Whatever happens inside, the modules are as before at exit.
@@ -227,20 +237,24 @@ def closing_units() -> Iterator[None]:
     try:
         yield
     finally:
-        for unit in [unit for unit in _open if unit not in already_open]:
-            _supplied.pop(unit, None)
-            _open.pop(unit).close()
+        for module in [module for module in _open if module not in already_open]:
+            _rows.pop(module, None)
+            _supplied.pop(module, None)
+            _open.pop(module).close()
 
 
-def _values_of(fsdp_module: Any) -> list[Tensor]:
+def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
     """What is saved of the unit's parameters, which the first unit to ask has made for all units being saved."""
     if _saving.outermost is None or fsdp_module not in _saving.values:
         # somebody may have called nn.Module.state_dict itself, or have put units where no walk finds them
         together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
-        units = [unit for unit in dict.fromkeys([fsdp_module, *together]) if unit._handle is not None]
-        for unit in units:
-            check_idle(unit)
-        full, sharded = [unit for unit in units if is_full(unit)], [unit for unit in units if not is_full(unit)]
+        modules = [module for module in dict.fromkeys([fsdp_module, *together]) if module._handle is not None]
+        for module in modules:
+            check_idle(module)
+        full, sharded = (
+            [module for module in modules if is_full(module)],
+            [module for module in modules if not is_full(module)],
+        )
         values = {**full_values(full), **sharded_rows(sharded)}
         if _saving.outermost is None:
             return values[fsdp_module]
@@ -249,23 +263,25 @@ def _values_of(fsdp_module: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _pre_save_hook(fsdp_module: Any, prefix: str, keep_vars: bool) -> None:
+def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> None:
     kind = _kind(fsdp_module)
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack)
-        if fsdp_module._unit.is_root:
+        if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
             fsdp_module._unit.runtime.reset_grad_info()
         if fsdp_module._handle is not None:
-            check_idle(fsdp_module)
+            check_idle(fsdp_module, summoned=kind != StateDictType.LOCAL_STATE_DICT)
             if kind == StateDictType.FULL_STATE_DICT:
                 stack.enter_context(full_values_shown(fsdp_module, _values_of(fsdp_module)))
-            elif not fsdp_module._use_orig_params:
+            elif kind == StateDictType.SHARDED_STATE_DICT:
+                # here, as inside summon_full_params they are read from the modules
+                _rows[fsdp_module] = _values_of(fsdp_module)
                 stack.enter_context(names_shown(fsdp_module))
         _open[fsdp_module] = stack.pop_all()
 
 
 @torch.no_grad()
-def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
+def _post_save_hook(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, local_metadata: Any) -> StateDict:
     kind = _kind(fsdp_module)
     with _open.pop(fsdp_module):
         is_root = fsdp_module._unit.is_root
@@ -274,7 +290,7 @@ def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, l
             if kind == StateDictType.FULL_STATE_DICT:
                 put_full_values(fsdp_module, state_dict, prefix)
             elif kind == StateDictType.SHARDED_STATE_DICT:
-                put_sharded_values(fsdp_module, state_dict, prefix, _values_of(fsdp_module))
+                put_sharded_values(fsdp_module, state_dict, prefix, _rows.pop(fsdp_module))
             else:
                 put_local_value(fsdp_module, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
@@ -287,19 +303,19 @@ def _post_save_hook(fsdp_module: Any, state_dict: dict[str, Any], prefix: str, l
 
 @torch.no_grad()
 def _pre_load_hook(
-    fsdp_module: Any,
-    state_dict: dict[str, Any],
+    fsdp_module: ShardedModule,
+    state_dict: StateDict,
     prefix: str,
-    local_metadata: Any,
+    local_metadata: object,
     strict: bool,
     missing_keys: list[str],
-    *_: Any,
+    *_: object,
 ) -> None:
     kind = _kind(fsdp_module)
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack)
         if fsdp_module._handle is not None:
-            check_idle(fsdp_module)
+            check_idle(fsdp_module, summoned=kind != StateDictType.LOCAL_STATE_DICT)
         if kind == StateDictType.LOCAL_STATE_DICT:
             if fsdp_module._handle is not None:
                 mark = load_local_value(fsdp_module, state_dict, prefix)
@@ -317,9 +333,10 @@ def _pre_load_hook(
 
 
 @torch.no_grad()
-def _post_load_hook(fsdp_module: Any, incompatible_keys: Any) -> None:
+def _post_load_hook(fsdp_module: ShardedModule, incompatible_keys: _IncompatibleKeys) -> None:
     _kind(fsdp_module)
     _open.pop(fsdp_module).close()
+    common.synchronize(fsdp_module.compute_device)  # a backward that comes next gathers without a new step
     for keys in incompatible_keys:
         keys[:] = [clean_name(key) for key in keys]
     supplied = _supplied.pop(fsdp_module, None)
@@ -328,25 +345,25 @@ def _post_load_hook(fsdp_module: Any, incompatible_keys: Any) -> None:
         missing[:] = [key for key in missing if key not in supplied]
 
 
-def _kind(fsdp_module: Any) -> StateDictType:
+def _kind(fsdp_module: ShardedModule) -> StateDictType:
     """The selected type; a unit that shards nothing gives a full state dict whatever was selected."""
     if fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
         warnings.warn(
             "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=4
         )
         return StateDictType.FULL_STATE_DICT
-    if _has_mesh(fsdp_module):
+    if fsdp_module._device_mesh is not None:
         _refuse_local_with_mesh(fsdp_module)
-        fsdp_module._state_dict_config._use_dtensor = True
+        _note_dtensors(fsdp_module._state_dict_config)
     return fsdp_module._state_dict_type
 
 
-def _enter(fsdp_module: Any, stack: contextlib.ExitStack) -> None:
+def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack) -> None:
     """What saving and loading open alike."""
     if fsdp_module in _open:
         raise AssertionError(
-            f"Entering the state dict of a unit whose previous one is still open (rank {fsdp_module.rank}): "
-            "a state_dict() or load_state_dict() call on it raised, or calls itself"
+            "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
+            f"{fsdp_module.rank}): a state_dict() or load_state_dict() call on it raised, or calls itself"
         )
     common.synchronize(fsdp_module.compute_device)
     stack.enter_context(common.bound_runtime(fsdp_module))
@@ -355,7 +372,7 @@ def _enter(fsdp_module: Any, stack: contextlib.ExitStack) -> None:
 # ----------------------------------------------------------------- entries of a dict
 
 
-def _finish_buffers(fsdp_module: Any, state_dict: dict[str, Any], prefix: str) -> None:
+def _finish_buffers(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Drop, offload or cast back the persistent buffers of the unit."""
     if not _has_buffers(fsdp_module._fsdp_wrapped_module):
         return
@@ -378,18 +395,21 @@ def _has_buffers(module: nn.Module) -> bool:
     return any(child is not None and not is_unit(child) and _has_buffers(child) for child in module._modules.values())
 
 
-def _finished_buffer(fsdp_module: Any, name: str, buffer: Tensor) -> Tensor:
+def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> Tensor:
     if fsdp_module._state_dict_config.offload_to_cpu:
         buffer = buffer.cpu()
     if fsdp_module.mixed_precision.buffer_dtype is None or name in fsdp_module._ignored_buffer_names:
         return buffer
     dtypes = fsdp_module._buffer_name_to_orig_dtype
     if name not in dtypes:
-        raise AssertionError(f"{name} is missing from the original buffer dtypes, which hold {list(dtypes)}")
+        raise AssertionError(
+            f"{name} is missing from pre-computed dict on rank {fsdp_module.rank}: the original dtypes of buffers are "
+            f"known of {list(dtypes)}"
+        )
     return buffer.to(dtypes[name], copy=True)
 
 
-def _strip_wrapper(state_dict: dict[str, Any], prefix: str) -> None:
+def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
     """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just added."""
     old = prefix + WRAPPED_PREFIX
     added = list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))
@@ -398,7 +418,7 @@ def _strip_wrapper(state_dict: dict[str, Any], prefix: str) -> None:
             state_dict[prefix + key[len(old) :]] = state_dict.pop(key)
 
 
-def _replace_prefix(state_dict: dict[str, Any], old: str, new: str) -> None:
+def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:
     """Rename the keys that start with ``old``; they keep their order and move behind the others."""
     for key in [key for key in state_dict if key.startswith(old)]:
         state_dict[new + key[len(old) :]] = state_dict.pop(key)

@@ -25,6 +25,7 @@ class StepUnit(NamedTuple):
     is_sharded: bool
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
+    has_streams: bool  # is what it frees held back until its last use is settled?
 
 
 class StepMemory(NamedTuple):
@@ -40,6 +41,7 @@ def of_step(units: Sequence[StepUnit]) -> StepMemory:
     trees = [_Tree(units, storage, index) for index, unit in enumerate(units) if unit.parent is None]
     for tree in trees:
         tree.forward(tree.root)
+        tree.end_forward()
     for tree in reversed(trees):
         tree.backward(tree.root)
         tree.finish()
@@ -47,28 +49,43 @@ def of_step(units: Sequence[StepUnit]) -> StepMemory:
 
 
 class _Storage:
-    """Which units are gathered."""
+    """Which units are gathered, and which memory of units that are not is held back."""
 
     def __init__(self, units: Sequence[StepUnit]) -> None:
         self._units = units
         self._live = 0
-        self.held: set[int] = set()
+        self._gathered: set[int] = set()
+        self._held_back: dict[int, int] = {}  # by root the last unit freed
         self.peak = 0
         self.gathers = [0] * len(units)
         self.requires_grad = False  # does what the last unit returned?
 
-    def gather(self, index: int) -> None:
-        if index in self.held:
+    def gather(self, index: int, root: int) -> None:
+        if index in self._gathered:
             return
-        self.held.add(index)
+        self._gathered.add(index)
         self.gathers[index] += 1
+        if self._held_back.get(root) == index:
+            del self._held_back[root]
+            return
         self._live += self._units[index].nbytes
         self.peak = max(self.peak, self._live)
 
-    def free(self, index: int) -> None:
-        if index in self.held:
-            self.held.remove(index)
-            self._live -= self._units[index].nbytes
+    def free(self, index: int, root: int) -> None:
+        if index not in self._gathered:
+            return
+        self._gathered.remove(index)
+        if not self._units[index].nbytes:  # whole already
+            return
+        self.settle(root)
+        self._held_back[root] = index
+        if not self._units[index].has_streams:
+            self.settle(root)
+
+    def settle(self, root: int) -> None:
+        """Give back what is held back."""
+        if root in self._held_back:
+            self._live -= self._units[self._held_back.pop(root)].nbytes
 
 
 class _Tree:
@@ -92,7 +109,7 @@ class _Tree:
     def forward(self, index: int) -> None:
         unit, storage = self._units[index], self._storage
         if unit.has_params:
-            storage.gather(index)
+            self._gather(index)
             self._prefetch_forward(index)
         if storage.requires_grad:
             self._has_inputs.add(index)
@@ -110,12 +127,12 @@ class _Tree:
         if self._storage.requires_grad:
             self._expected.add(index)
         if not unit.is_sharded or index not in self._expected or not (unit.stays or index == self.root):
-            self._storage.free(index)
+            self._free(index)
 
     def backward(self, index: int) -> None:
         unit = self._units[index]
         if index in self._expected:
-            self._storage.gather(index)
+            self._gather(index)
             self._expected.remove(index)
             if unit.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
                 self._prefetch_backward(index)
@@ -132,14 +149,14 @@ class _Tree:
         if not unit.is_trainable and (index not in self._has_inputs or self._follows_unit(index)):
             self._passed.append(index)
             return
-        self._storage.free(index)
+        self._free(index)
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(index)
 
     def _free_passed(self) -> None:
         for index in self._passed:
             if index in self._has_inputs:
-                self._storage.free(index)
+                self._free(index)
 
     def _ends_in_unit(self, index: int) -> bool:
         """Whether the next pre-backward is of the same output, for all that is known here."""
@@ -151,15 +168,27 @@ class _Tree:
         parent = self._units[index].parent
         return parent is not None and self._children[parent][0] != index
 
+    def end_forward(self) -> None:
+        """A root that no backward will come to gives back what it holds."""
+        if self.root not in self._expected:
+            self._storage.settle(self.root)
+
     def finish(self) -> None:
         for index in self._order:
-            self._storage.free(index)
+            self._free(index)
+        self._storage.settle(self.root)
+
+    def _gather(self, index: int) -> None:
+        self._storage.gather(index, self.root)
+
+    def _free(self, index: int) -> None:
+        self._storage.free(index, self.root)
 
     def _prefetch_forward(self, index: int) -> None:
         if self._units[index].forward_prefetch and index in self._following:
-            self._storage.gather(self._following[index])
+            self._gather(self._following[index])
 
     def _prefetch_backward(self, index: int) -> None:
         candidate = self._preceding.get(index)
         if candidate is not None and candidate in self._expected:
-            self._storage.gather(candidate)
+            self._gather(candidate)

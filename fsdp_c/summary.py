@@ -8,13 +8,13 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C, construction, step_memory
+from fsdp_c.aliases import Kwargs
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     NO_RESHARD_AFTER_FORWARD_STRATEGIES,
@@ -22,8 +22,9 @@ from fsdp_c.api import (
     MixedPrecision,
     ShardingStrategy,
 )
-from fsdp_c.flat_param import Occurrences, aligned_numel, check_uniform
-from fsdp_c.traversal import Subtree, check_module, clean_name, clean_path, joined, units_with_paths
+from fsdp_c.flat_param import FlatParameter, Occurrences, aligned_numel, check_uniform
+from fsdp_c.sharded_module import ShardedModule, units_with_paths
+from fsdp_c.traversal import Subtree, check_module, clean_name, clean_path, joined
 from fsdp_c.wrap import Policy, chosen_modules
 
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
@@ -54,6 +55,7 @@ class UnitSummary:
     is_trainable: bool
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
+    device_type: str  # of the device that computes
     parent: int | None  # which unit is around it, by its place in Summary.units
 
     @property
@@ -68,6 +70,7 @@ class UnitSummary:
 
     @property
     def is_sharded(self) -> bool:
+        """Whether a rank keeps a part only: not so under NO_SHARD."""
         return self.sharding_strategy is not ShardingStrategy.NO_SHARD
 
     @property
@@ -173,6 +176,7 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
         unit.is_sharded,
         unit.backward_prefetch,
         unit.forward_prefetch,
+        unit.device_type == "cuda",
     )
 
 
@@ -194,20 +198,20 @@ def summary(module: nn.Module) -> Summary:
     return Summary(tuple(_of_units(found)))
 
 
-def _of_units(found: Sequence[tuple[str, Any]]) -> Iterator[UnitSummary]:
-    places = {unit: index for index, (_, unit) in enumerate(found)}
-    for path, unit in found:
-        enclosing = None if unit._enclosing is None else unit._enclosing()
-        yield _of_unit(unit, clean_path(path), places.get(enclosing))
+def _of_units(found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
+    places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
+    for path, fsdp_module in found:
+        enclosing = None if fsdp_module._enclosing is None else fsdp_module._enclosing()
+        yield _of_unit(fsdp_module, clean_path(path), None if enclosing is None else places.get(enclosing))
 
 
-def _of_unit(unit: Any, path: str, parent: int | None) -> UnitSummary:
-    handle = unit._handle
-    replicas = getattr(vars(unit).get("_inter_node_pg"), "size", lambda: 1)()
+def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None) -> UnitSummary:
+    handle = fsdp_module._handle
+    group = fsdp_module._replicate_group
     layout = None if handle is None else handle.layout
     return UnitSummary(
         path=path,
-        module=type(unit.module).__name__,
+        module=type(fsdp_module.module).__name__,
         names=() if handle is None else tuple(map(clean_name, handle.flat_param._fqns)),
         numel=0 if layout is None else sum(layout.param_numels),
         padded_numel=0 if layout is None else layout.padded_numel,
@@ -215,17 +219,18 @@ def _of_unit(unit: Any, path: str, parent: int | None) -> UnitSummary:
         dtype=None if handle is None else handle._orig_param_dtype,
         param_dtype=None if handle is None else handle._fwd_bwd_param_dtype,
         reduce_dtype=None if handle is None else handle._reduce_dtype,
-        sharding_strategy=unit.sharding_strategy,
-        shards=unit.world_size,
-        replicas=replicas,
+        sharding_strategy=fsdp_module.sharding_strategy,
+        shards=fsdp_module.world_size,
+        replicas=1 if group is None else group.size(),
         is_trainable=handle is not None and _is_trainable(handle.flat_param),
-        backward_prefetch=unit.backward_prefetch,
-        forward_prefetch=unit.forward_prefetch,
+        backward_prefetch=fsdp_module.backward_prefetch,
+        forward_prefetch=fsdp_module.forward_prefetch,
+        device_type=fsdp_module.compute_device.type,
         parent=parent,
     )
 
 
-def _is_trainable(flat_param: Any) -> bool:
+def _is_trainable(flat_param: FlatParameter) -> bool:
     params = [flat_param] if flat_param._params is None else flat_param._params
     return any(param.requires_grad for param in params)
 
@@ -246,11 +251,13 @@ def plan(
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
     ranks_per_node: int | None = None,
+    device_type: str | None = None,
 ) -> Summary:
     """What FullyShardedDataParallel with these arguments would make of ``module`` on ``world_size`` ranks.
 
     Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is. A hybrid
-    strategy shards over ``ranks_per_node`` ranks and replicates over the rest.
+    strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is where the ranks will
+    compute, by default where ``module`` would here: on "cuda" a step holds one unit's storage more.
 
     Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or ``module``.
     """
@@ -272,10 +279,11 @@ def plan(
         "forward_prefetch": forward_prefetch,
         "ignored_states": ignored.params,
     }
-    chosen: dict[nn.Module, dict[str, Any]] = {}
+    chosen: dict[nn.Module, Kwargs] = {}
     if auto_wrap_policy is not None:
         chosen = chosen_modules(tree, auto_wrap_policy, ignored.modules, ignored.params, kwargs)
-    planner = _Planner({**chosen, module: kwargs}, ignored.params, shards, replicas)
+    device_type = device_type or construction.resolve_device(tree, ignored.params, None).type
+    planner = _Planner({**chosen, module: kwargs}, ignored.params, shards, replicas, device_type)
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
 
@@ -302,11 +310,16 @@ class _Planner:
     """Makes a UnitSummary of each module that would be wrapped, and of no tensor more than its shape."""
 
     def __init__(
-        self, chosen: dict[nn.Module, dict[str, Any]], ignored: set[nn.Parameter], shards: int, replicas: int
+        self,
+        chosen: dict[nn.Module, Kwargs],
+        ignored: set[nn.Parameter],
+        shards: int,
+        replicas: int,
+        device_type: str,
     ) -> None:
         self.units: list[UnitSummary] = []
         self._chosen, self._ignored = chosen, ignored
-        self._shards, self._replicas = shards, replicas
+        self._shards, self._replicas, self._device_type = shards, replicas, device_type
         self._owners: dict[nn.Parameter, tuple[str, str]] = {}
         self._added: set[nn.Module] = set()
 
@@ -337,11 +350,12 @@ class _Planner:
             is_trainable=any(param.requires_grad for param in params),
             backward_prefetch=kwargs["backward_prefetch"],
             forward_prefetch=kwargs["forward_prefetch"],
+            device_type=self._device_type,
             parent=parent,
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
 
-    def _sizes(self, found: Occurrences | None, kwargs: dict[str, Any], is_sharded: bool) -> dict[str, Any]:
+    def _sizes(self, found: Occurrences | None, kwargs: Kwargs, is_sharded: bool) -> Kwargs:
         if found is None:
             nothing = dict.fromkeys(("numel", "padded_numel", "shard_numel"), 0)
             return {"names": (), **nothing, **dict.fromkeys(("dtype", "param_dtype", "reduce_dtype"))}
@@ -371,9 +385,9 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 # ----------------------------------------------------------------- text
 
 
-def describe_unit(unit: Any, is_root: bool) -> str:
+def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
     """The lines that ``print(model)`` has for a unit, after what torch prints."""
-    own = _of_unit(unit, "", None)
+    own = _of_unit(fsdp_module, "", None)
     lines = []
     if own.dtype is not None:
         names = own.names if len(own.names) <= MAX_NAMES else (*own.names[: MAX_NAMES - 1], "...", own.names[-1])
@@ -383,15 +397,15 @@ def describe_unit(unit: Any, is_root: bool) -> str:
         )
         lines.append(f"holds {', '.join(names)}")
     if is_root:
-        whole = summary(unit)
+        whole = summary(fsdp_module)
         if whole.numel:
             lines.append(_memory(whole))
     return "\n".join(lines)
 
 
-def log_units(root: Any) -> None:
+def log_units(root: ShardedModule) -> None:
     """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to fsdp_c."""
-    replicas = vars(root).get("_inter_node_pg")
+    replicas = root._replicate_group
     if logger.isEnabledFor(logging.INFO) and root.rank == 0 and (replicas is None or replicas.rank() == 0):
         logger.info("%s", summary(root))
 
@@ -424,7 +438,7 @@ def _memory(whole: Summary) -> str:
 
 def _alike(units: Sequence[UnitSummary]) -> list[tuple[str, UnitSummary]]:
     """One label and one unit for those that are alike but for numbers in their paths."""
-    found: dict[Any, list[UnitSummary]] = {}
+    found: dict[tuple[object, ...], list[UnitSummary]] = {}
     for unit in units:
         key = (_without_numbers(unit.path), unit.names, tuple(_cells(unit, with_ranks=True).values()))
         found.setdefault(key, []).append(unit)

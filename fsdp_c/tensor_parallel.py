@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fsdp_c import _C
+from fsdp_c.upstream import FSDPExtensions
+
 Views = tuple[Tensor, ...]
+# what an extension's pre_flatten_transform gives for a parameter, or None; of torch's extension it is a DTensorSpec
+ParamExtension = Any
 
 
-def flatten(params: list[nn.Parameter], fqns: Sequence[str], extension: Any) -> list[Any]:
+def flatten(params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExtensions | None) -> list[ParamExtension]:
     """Replace in ``params`` what the extension flattens by Parameters of the local tensors.
 
     Returns per parameter what turns a view back, None for one that stays as it is. Raises ValueError for a DTensor that
@@ -37,9 +42,11 @@ def flatten(params: list[nn.Parameter], fqns: Sequence[str], extension: Any) -> 
     return found
 
 
-def views_wrapper(param_extensions: Sequence[Any], extension: Any) -> Callable[[Views], Views] | None:
+def views_wrapper(
+    param_extensions: Sequence[ParamExtension], extension: FSDPExtensions | None
+) -> Callable[[Views], Views] | None:
     """The function from a unit's views to what its modules show; None where that is the views themselves."""
-    if all(one is None for one in param_extensions):
+    if extension is None or all(one is None for one in param_extensions):
         return None
     return ViewsWrapper(param_extensions, extension)
 
@@ -47,7 +54,7 @@ def views_wrapper(param_extensions: Sequence[Any], extension: Any) -> Callable[[
 class ViewsWrapper:
     """Makes the DTensors over a unit's views. Knows nothing of the unit, which owns it."""
 
-    def __init__(self, param_extensions: Sequence[Any], extension: Any) -> None:
+    def __init__(self, param_extensions: Sequence[ParamExtension], extension: FSDPExtensions) -> None:
         self._param_extensions = tuple(param_extensions)
         self._extension = extension
 
@@ -56,19 +63,19 @@ class ViewsWrapper:
         with torch.enable_grad():
             return tuple(map(self._wrap, views, self._param_extensions))
 
-    def _wrap(self, view: Tensor, param_extension: Any) -> Tensor:
+    def _wrap(self, view: Tensor, param_extension: ParamExtension) -> Tensor:
         if param_extension is None:
             return view
         # The extension registers a hook on what it gets: never on the view, which stays from step to step.
         return self._extension.post_unflatten_transform(view.view_as(view), param_extension)
 
 
-def full_shape(param_extension: Any, local_shape: torch.Size) -> torch.Size:
+def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torch.Size:
     """The shape of a parameter over all ranks of the tensor parallel mesh."""
     return torch.Size(getattr(param_extension, "shape", local_shape))
 
 
-def like(value: Any, shown: Any) -> Any:
+def like(value: object, shown: Tensor) -> object:
     """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's DTensor."""
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
@@ -76,7 +83,7 @@ def like(value: Any, shown: Any) -> Any:
     return distribute_tensor(value, shown.device_mesh, shown.placements, src_data_rank=None)
 
 
-def local_part(value: Tensor, param_extension: Any) -> Tensor:
+def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
     """What a parameter's local tensor is like for a whole ``value``, a plain tensor or a DTensor however placed.
 
     Collective over the mesh of a DTensor.
@@ -91,7 +98,7 @@ def local_part(value: Tensor, param_extension: Any) -> Tensor:
     return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
 
 
-def is_parallel(handle: Any) -> bool:
+def is_parallel(handle: _C.Handle) -> bool:
     """Whether the handle has parameters that an extension flattened."""
     return any(one is not None for one in handle.flat_param._param_extensions)
 
@@ -101,7 +108,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharding_groups(param_extension: Any) -> tuple[dist.ProcessGroup, ...]:
+def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
     """The tensor parallel groups whose ranks hold different parts of a parameter; none for what is no DTensor."""
     if not isinstance(param_extension, DTensorSpec):
         return ()
@@ -109,7 +116,7 @@ def sharding_groups(param_extension: Any) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
-def grads_by_groups(handle: Any) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+def grads_by_groups(handle: _C.Handle) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
     """The gradients of this rank's shard, by the tensor parallel groups over which they are sharded.
 
     Every rank has the same groups in the same order, with or without gradients.
@@ -123,7 +130,7 @@ def grads_by_groups(handle: Any) -> dict[tuple[dist.ProcessGroup, ...], list[Ten
     return found
 
 
-def _param_grad(handle: Any, index: int) -> Tensor | None:
+def _param_grad(handle: _C.Handle, index: int) -> Tensor | None:
     """The part of the gradient that belongs to one parameter."""
     flat_param, layout = handle.flat_param, handle.layout
     if flat_param._params is not None:

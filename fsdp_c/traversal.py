@@ -6,13 +6,14 @@ can ask.
 
 import functools
 from collections.abc import Container
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
-from torch.distributed.fsdp._common_utils import _FSDPState
+
+from fsdp_c.upstream import _FSDPState
 
 FLAT_PARAM = "_flat_param"
 WRAPPED_MODULE = "_fsdp_wrapped_module"
@@ -42,10 +43,12 @@ def is_composable(module: nn.Module) -> bool:
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """``module`` without a checkpoint wrapper directly around it."""
-    return module._modules[_CHECKPOINT_WRAPPED_MODULE] if isinstance(module, ActivationWrapper) else module
+    inner = module._modules[_CHECKPOINT_WRAPPED_MODULE] if isinstance(module, ActivationWrapper) else module
+    assert inner is not None
+    return inner
 
 
-def check_module(module: Any) -> None:
+def check_module(module: object) -> None:
     """TypeError for what is no module."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
@@ -126,31 +129,6 @@ class Subtree:
         return clean_name(joined(info.module_name, info.param_name))
 
 
-def units_with_paths(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The units of a tree and their paths from ``module``, depth first, an outer unit before its inner ones.
-
-    Raises TypeError for what is no module.
-    """
-    check_module(module)
-    found: list[tuple[str, nn.Module]] = []
-    visited: set[nn.Module] = set()
-    pending = [("", module)]
-    while pending:
-        path, current = pending.pop()
-        if current in visited or not is_composable(current):
-            continue
-        visited.add(current)
-        if is_unit(current):
-            found.append((path, current))
-        children = current._modules
-        if children:
-            prefix = path + "." if path else ""
-            for name, child in reversed(children.items()):
-                if child is not None and (child._modules or is_unit(child)):  # most modules are leaves
-                    pending.append((prefix + name, child))
-    return found
-
-
 def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
     """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method shows."""
     found: dict[str, nn.Parameter] = {}
@@ -170,8 +148,3 @@ def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
             if child is not None:
                 pending.append((f"{prefix}{name}.", child))
     return found
-
-
-def units_of(module: nn.Module) -> list[nn.Module]:
-    """The units of a tree in traversal order, ``module`` itself included if it is one."""
-    return [unit for _, unit in units_with_paths(module)]

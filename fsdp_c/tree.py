@@ -10,6 +10,9 @@ import torch.nn as nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_c import upstream
 
 
 def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -29,7 +32,7 @@ def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     return value
 
 
-def _rebuilt(value: Any, items: Any, build: Callable[[Any], Any]) -> Any:
+def _rebuilt(value: Any, items: Iterable[object], build: Callable[[Any], Any]) -> Any:
     return value if all(new is old for new, old in zip(items, value, strict=True)) else build(items)
 
 
@@ -52,7 +55,10 @@ def _mapped_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 def convert_inputs(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Move every tensor to ``device`` and cast floating ones to ``dtype``; None leaves that as it is."""
+    """Move every tensor to ``device`` and cast floating ones to ``dtype``; None leaves that as it is.
+
+    Where torch does so, lists and dicts become the module's own: what it does to them, the caller's do not show.
+    """
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         if device is not None and tensor.device != device:
@@ -61,10 +67,27 @@ def convert_inputs(
             tensor = tensor.to(dtype)
         return tensor
 
-    return _map(convert, args), _map(convert, kwargs)
+    args, kwargs = _map(convert, args), _map(convert, kwargs)
+    casts = dtype is not None
+    if casts or upstream.copies_containers_of_inputs():
+        return _with_own_containers(args, casts), {k: _with_own_containers(v, casts) for k, v in kwargs.items()}
+    return args, kwargs
 
 
-def tensors_of(output: Any) -> list[torch.Tensor]:
+def _with_own_containers(value: Any, empty_ones: bool) -> Any:
+    """``value`` with copies of the lists and dicts in it, and in them; empty ones stay the caller's unless wanted."""
+    if isinstance(value, tuple) and not isinstance(value, PackedSequence):
+        items = tuple(_with_own_containers(item, empty_ones) for item in value)
+        return _rebuilt(value, items, lambda new: type(value)(*new) if hasattr(value, "_fields") else type(value)(new))
+    if not isinstance(value, list | dict) or not (value or empty_ones):
+        return value
+    copied = copy.copy(value)
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        copied[key] = _with_own_containers(item, empty_ones)
+    return copied
+
+
+def tensors_of(output: object) -> list[torch.Tensor]:
     """All tensors in ``output`` that require grad, each once.
 
     Looks into containers, dataclasses, PackedSequences and registered pytrees, and into the attributes of objects of
@@ -79,7 +102,7 @@ _ATTRIBUTE_DEPTH = 4
 _OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
 
 
-def _search(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
+def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found[id(value)] = value
@@ -91,7 +114,7 @@ def _search(value: Any, found: dict[int, torch.Tensor], seen: set[int], depth: i
                 _search(child, found, seen, depth if is_container else depth - 1)
 
 
-def _children(value: Any) -> tuple[Iterable[Any], bool]:
+def _children(value: object) -> tuple[Iterable[object], bool]:
     """What ``value`` holds, and whether it is a container rather than some object with attributes."""
     if isinstance(value, Mapping):
         return value.values(), True
@@ -104,7 +127,7 @@ def _children(value: Any) -> tuple[Iterable[Any], bool]:
     return (*getattr(value, "__dict__", {}).values(), *slots), dataclasses.is_dataclass(value)
 
 
-def hook_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]) -> Any:
+def hook_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]) -> RemovableHandle | None:
     """Call ``hook`` once all inputs that require grad have their gradients. Returns a removable handle, or None."""
     tensors = tensors_of((args, kwargs))
     return register_multi_grad_hook(tensors, lambda _: hook()) if tensors else None

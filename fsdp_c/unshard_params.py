@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_c import _C, common
 from fsdp_c.api import ShardingStrategy
-from fsdp_c.traversal import is_unit, units_of
+from fsdp_c.flat_param import FlatParamHandle
+from fsdp_c.sharded_module import ShardedModule, handle_of, is_sharded_module, units_of
 from fsdp_c.wrap import unit_name
 
 
@@ -36,7 +36,7 @@ def summon_full_params(
     if recurse:
         fsdp_modules = units_of(module)
     else:
-        fsdp_modules = [module] if is_unit(module) else []
+        fsdp_modules = [module] if is_sharded_module(module) else []
     for fsdp_module in fsdp_modules:
         _check_arguments(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads)
     with contextlib.ExitStack() as stack:
@@ -50,7 +50,7 @@ def summon_full_params(
 
 
 def _check_arguments(
-    fsdp_module: Any, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> None:
     """Refuse before the first collective what cannot be done."""
     use_orig_params = fsdp_module._use_orig_params
@@ -68,17 +68,17 @@ def _check_arguments(
         )
     if offload_to_cpu and not rank0_only:
         warnings.warn(
-            "offload_to_cpu=True and rank0_only=False: every rank makes its own copy of all parameters in CPU memory; "
-            "pass rank0_only=True to keep one",
+            "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for each "
+            "rank: pass rank0_only=True to keep one",
             stacklevel=4,
         )
 
 
-def _is_sharded(fsdp_module: Any) -> bool:
+def _is_sharded(fsdp_module: ShardedModule) -> bool:
     return fsdp_module.sharding_strategy != ShardingStrategy.NO_SHARD
 
 
-def _check_state(fsdp_module: Any) -> None:
+def _check_state(fsdp_module: ShardedModule) -> None:
     if fsdp_module._unit.runtime is not None:
         fsdp_module._unit.runtime.recover()
     state = fsdp_module._unit.training_state
@@ -92,23 +92,35 @@ def _check_state(fsdp_module: Any) -> None:
         check_idle(fsdp_module)
 
 
-def _place(fsdp_module: Any) -> str:
+def _place(fsdp_module: ShardedModule) -> str:
     return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
 
 
-def check_idle(fsdp_module: Any, summoned: bool = True) -> None:
-    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned`` allows it."""
-    state = fsdp_module._handle.training_state
-    if state != _C.USE_IDLE and not (summoned and state == _C.USE_SUMMON_FULL_PARAMS):
+def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
+    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned`` allows it.
+
+    What a backward that raised has left is dropped first.
+    """
+    if fsdp_module._unit.runtime is not None:
+        fsdp_module._unit.runtime.recover()
+    state = handle_of(fsdp_module).training_state
+    if state == _C.USE_SUMMON_FULL_PARAMS:
+        if not summoned:
+            raise AssertionError(
+                f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
+                f"({_place(fsdp_module)}): "
+                "its shard is that of before, and takes what is shown at the end; leave summon_full_params first"
+            )
+    elif state != _C.USE_IDLE:
         raise AssertionError(
-            f"Expects the handle to be IDLE but it is in state {state} (rank {fsdp_module.rank}): "
-            "parameters cannot be unsharded by hand during forward or backward"
+            f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
+            f"({_place(fsdp_module)}): parameters cannot be unsharded by hand during forward or backward"
         )
 
 
 @contextlib.contextmanager
 def _summon_unit(
-    fsdp_module: Any, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
     """One unit's part of ``summon_full_params``."""
     common.synchronize(fsdp_module.compute_device)
@@ -142,7 +154,7 @@ def _summon_unit(
 
 
 @contextlib.contextmanager
-def _offloaded(handle: Any, writeback: bool) -> Iterator[None]:
+def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
     """Inside summon: show copies in CPU memory and free the gathered parameters; at exit carry edits back to them."""
     params = common.managed_params(handle)
     copies: dict[int, nn.Parameter] = {}
@@ -152,7 +164,7 @@ def _offloaded(handle: Any, writeback: bool) -> Iterator[None]:
         if id(full) not in copies:
             copies[id(full)] = nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=full.requires_grad)
         shown.append((param, copies[id(full)]))
-    handle.summon_hide()
+    handle.summon_free()
     with common.mounted(shown):
         yield
     if not writeback:

@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp.wrap import (
+from torch.distributed.utils import _apply_to_tensors
+
+from fsdp_c.aliases import Kwargs
+from fsdp_c.traversal import Subtree, joined
+from fsdp_c.upstream import (
     CustomPolicy,
     ModuleWrapPolicy,
     _construct_wrap_fn,
@@ -24,9 +28,6 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
     wrap,
 )
-from torch.distributed.utils import _apply_to_tensors
-
-from fsdp_c.traversal import Subtree, joined
 
 __all__ = [
     "CustomPolicy",
@@ -41,7 +42,9 @@ __all__ = [
 
 Policy = _Policy | Callable[..., bool]
 
-_paths: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # module -> its path in the tree last auto wrapped
+_paths: weakref.WeakKeyDictionary[nn.Module, str] = (
+    weakref.WeakKeyDictionary()
+)  # its path in the tree last auto wrapped
 
 
 def unit_name(module: nn.Module, path: str = "") -> str:
@@ -55,7 +58,7 @@ def auto_wrap(
     policy: Policy,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
-    root_kwargs: dict[str, Any],
+    root_kwargs: Kwargs,
     unit_class: type[nn.Module],
 ) -> None:
     """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself stays.
@@ -85,8 +88,8 @@ def chosen_modules(
     policy: Policy,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
-    root_kwargs: dict[str, Any],
-) -> dict[nn.Module, dict[str, Any]]:
+    root_kwargs: Kwargs,
+) -> dict[nn.Module, Kwargs]:
     """The submodules that ``auto_wrap`` makes units, and their keyword arguments. Changes nothing; errors are its."""
     _refuse_existing_units(tree)
     check_policy(policy)
@@ -96,7 +99,7 @@ def chosen_modules(
         _add_full_precision_modules(tree.modules, classes, ignored_modules, root_kwargs, chosen)
         _check_frozen_params(tree, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
         return chosen
-    recorded: dict[nn.Module, dict[str, Any]] = {}
+    recorded: dict[nn.Module, Kwargs] = {}
 
     def record(module: nn.Module, **kwargs: Any) -> nn.Module:
         recorded[module] = {**kwargs, "mixed_precision": None} if isinstance(module, classes) else kwargs
@@ -107,7 +110,7 @@ def chosen_modules(
     return recorded
 
 
-def check_policy(policy: Any) -> None:
+def check_policy(policy: object) -> None:
     """TypeError for what is no auto wrap policy."""
     if isinstance(policy, type) or not (callable(policy) or isinstance(policy, _Policy)):
         got = policy.__name__ if isinstance(policy, type) else f"{type(policy).__name__} {policy!r}"
@@ -117,7 +120,7 @@ def check_policy(policy: Any) -> None:
         )
 
 
-def _full_precision_classes(root_kwargs: dict[str, Any]) -> tuple[type[nn.Module], ...]:
+def _full_precision_classes(root_kwargs: Kwargs) -> tuple[type[nn.Module], ...]:
     mixed_precision = root_kwargs["mixed_precision"]
     return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
 
@@ -133,9 +136,8 @@ def _or_individually(policy: Callable[..., bool], classes: tuple[type[nn.Module]
 def _refuse_existing_units(tree: Subtree) -> None:
     for path in tree.units.values():
         raise ValueError(
-            f"auto wrapping requires modules to not already have FSDP applied, but {path or 'the module itself'!r} of "
-            f"{type(tree.root).__name__} is a FullyShardedDataParallel; leave out auto_wrap_policy, or wrap that "
-            "module by policy"
+            f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
+            f"{type(tree.root).__name__}: leave out auto_wrap_policy, or wrap that module by policy"
         )
 
 
@@ -143,8 +145,8 @@ def _add_full_precision_modules(
     modules: Iterable[nn.Module],
     classes: tuple[type[nn.Module], ...],
     ignored_modules: set[nn.Module],
-    root_kwargs: dict[str, Any],
-    chosen: dict[nn.Module, dict[str, Any]],
+    root_kwargs: Kwargs,
+    chosen: dict[nn.Module, Kwargs],
 ) -> None:
     """Make every instance of ``classes`` a target of its own without mixed precision."""
     for module in modules:
@@ -157,16 +159,16 @@ def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn
     """Have the instances of ``classes`` compute in fp32 and answer in the dtype they were given. Warns."""
     found = [module for module in modules if isinstance(module, classes)]
     for module in found:
-        module._wrap_overrides = {"mixed_precision": None}  # read by torch's _recursive_wrap
+        vars(module)["_wrap_overrides"] = {"mixed_precision": None}  # read by torch's _recursive_wrap
         region = _FullPrecisionRegion()
         module.register_forward_pre_hook(region.enter)
         module.register_forward_hook(region.leave)
     if found:
         names = ", ".join(sorted({type(module).__name__ for module in found}))
         warnings.warn(
-            f"both mixed precision and an auto_wrap_policy were given, and the module has submodules of type {names}: "
-            "they become "
-            "separate FSDP units without mixed precision (MixedPrecision._module_classes_to_ignore)",
+            f"Both mixed precision and an auto_wrap_policy were specified to FSDP, for submodules of type {names}. "
+            "These modules will be wrapped as separate FSDP units without mixed precision "
+            "(MixedPrecision._module_classes_to_ignore)",
             stacklevel=4,
         )
 
@@ -177,7 +179,7 @@ class _FullPrecisionRegion:
     def __init__(self) -> None:
         self.input_dtype: torch.dtype | None = None
 
-    def enter(self, module: nn.Module, args: Any) -> Any:
+    def enter(self, module: nn.Module, args: tuple[object, ...]) -> object:
         self.input_dtype = None
 
         def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,7 +190,7 @@ class _FullPrecisionRegion:
 
         return _apply_to_tensors(to_fp32, args)
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> object:
         dtype = self.input_dtype
         if dtype is None:
             return None
@@ -220,14 +222,14 @@ def _check_frozen_params(
         )
         if not use_orig_params:
             raise ValueError(
-                f"{path or type(root).__name__!r} has both parameters with requires_grad=True and False, which one "
+                f"{path or type(root).__name__} has both parameters with requires_grad=True and False, which one "
                 "unit holds only "
                 f"with use_orig_params=True; pass that, or wrap the frozen parameters with FSDP separately. {lists}"
             )
         wanted = sum(param.numel() for param in trainable)
         total = wanted + sum(param.numel() for param in frozen)
         warnings.warn(
-            f"{path or type(root).__name__!r} has both parameters with requires_grad=True and False: its gradients "
+            f"{path or type(root).__name__} has both parameters with requires_grad=True and False: its gradients "
             f"take {total} numel "
             f"instead of {wanted} numel before they are reduced; wrap the frozen parameters with FSDP separately. "
             f"{lists}",

@@ -1,9 +1,13 @@
-"""Makes the tests importable by name and ends the rank processes with the session."""
+"""Makes the tests importable by name, chooses tests and their device, and ends the rank processes with the session."""
 
 from __future__ import annotations
 
+import os
 import sys
+import zlib
 from pathlib import Path
+
+import pytest
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 
@@ -11,6 +15,40 @@ if ROOT not in sys.path:  # rank processes import the test modules by name
     sys.path.insert(0, ROOT)
 
 from tests import ranks  # noqa: E402  (needs the path above)
+from tests.simulated_gpu import not_on_cuda  # noqa: E402
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fsdp_c")
+    group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the models of rank tests are")
+    group.addoption("--part", type=int, default=1, metavar="N", help="of each file one test in N, always the same ones")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[ranks.DEVICE_SETTING] = config.getoption("device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = _part(items, config.getoption("part"))
+    dropped = [item for item in items if item not in kept]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item in kept]
+    if config.getoption("device") == "cuda":
+        not_on_cuda.mark(items)
+
+
+def _part(items: list[pytest.Item], part: int) -> set[pytest.Item]:
+    """Of each file one test in ``part``, and at least one: those whose names have the least checksums."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    kept: set[pytest.Item] = set()
+    for of_file in files.values():
+        of_file.sort(key=lambda item: zlib.crc32(item.nodeid.encode()))
+        kept.update(of_file[: -(-len(of_file) // part)])
+    return kept
 
 
 def pytest_sessionfinish() -> None:

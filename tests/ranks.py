@@ -26,12 +26,27 @@ from typing import Any
 
 import pytest
 
+from tests.simulated_gpu import races
+
 DEFAULT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 GRACE_S = 3.0  # what the other ranks get to finish once one has failed
 STACK_WAIT_S = 2.0
 LOG_TAIL_CHARS = 4000
+DEVICE_SETTING = "FSDP_C_TEST_DEVICE"  # pytest --device
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "pytest"]
+
+
+def device_type() -> str:
+    """On what models and tensors of the rank tests are: "cpu", or "cuda" with ``pytest --device cuda``."""
+    return os.environ.get(DEVICE_SETTING, "cpu")
+
+
+def device() -> Any:
+    """The torch.device of this rank, where what is made without a device is. Ranks take the host's GPUs in turn."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if device_type() == "cuda" else torch.device("cpu")
 
 
 class RankFailure(AssertionError):
@@ -84,7 +99,8 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
 
     torch.manual_seed(0)
     try:
-        return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
+        with races.none_found():
+            return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
     except pytest.skip.Exception as skip:
         return Outcome(skipped=str(skip.msg))
     except BaseException as error:
@@ -114,7 +130,12 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False, timeout=timedelta(seconds=START_TIMEOUT_S))
-    dist.init_process_group("gloo", store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30))
+    backend = "gloo"
+    if device_type() == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(index % torch.cuda.device_count())
+        torch.set_default_device(device())
+    dist.init_process_group(backend, store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30))
     connection.send(Outcome())
     while True:
         try:

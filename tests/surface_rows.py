@@ -1,4 +1,4 @@
-"""Writes surface_rows.md: which test covers which row of the surface of FSDP1. Run as ``python -m tests.surface_rows``.
+"""Writes surface_rows.md: which test covers which row of docs/behaviour.md. Run as ``python -m tests.surface_rows``.
 
 A row is covered by the tests that name its id (in a comment or docstring of the test, or in the module's docstring), by
 a test that is named here, or has a reason here. What has neither is written as open.
@@ -14,26 +14,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent
 PAGE = TESTS / "surface_rows.md"
 ID = r"[ABCDEFGX]-\d{3}"
-RANGES = {
-    "A": "1-4 10-24 30-49 60-73 80-82 90-100 110-119 130-134 140-145 150-155",
-    "B": "1-5 10-36 40-43",
-    "C": "1-7 10-21 30-35 40-40 50-59 70-79 90-95 110-119 130-136 140-143",
-    "D": "1-9 20-23 30-37 40-46 50-55 60-65 70-70 80-91 100-105 110-116 120-130",
-    "E": "1-18 20-22",
-    "F": "1-10 20-24 30-36 40-43 60-73 80-88",
-    "G": "1-11 20-25 30-42",
-    "X": "1-36 40-50 60-83 85-87 100-120 130-147 160-183",
-}
-TITLES = {
-    "A": "Public API",
-    "B": "Flat parameter and metadata",
-    "C": "Handle",
-    "D": "Runtime",
-    "E": "Sharding strategies",
-    "F": "State dicts",
-    "G": "Construction, wrapping and devices",
-    "X": "Errors and warnings",
-}
+BEHAVIOUR = TESTS.parent / "docs" / "behaviour.md"
 SHORT = {  # as the table below calls them
     "construction": "unit/test_construction.py",
     "on_ranks": "distributed/test_construction_on_ranks.py",
@@ -99,7 +80,7 @@ A-091 summon::test_parameters_are_shown_in_full_precision_under_mixed_precision
 A-092 summon::test_names_and_values_are_the_plain_models
 A-093 summon::test_edits_persist_with_writeback_or_where_nothing_is_sharded
 A-094 summon::test_rank0_only_shows_the_other_ranks_their_shards
-A-095 summon::test_offload_to_cpu_on_the_cpu_shows_live_values_and_keeps_edits
+A-095 summon::test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits
     summon::test_copies_of_an_offload_carry_their_edits_back
 A-096 summon::test_full_gradients_and_edits_of_them_equal_torchs
 A-097 summon::test_nested_summon_is_refused_and_leaves_the_outer_one_intact summon::test_summon_in_forward_is_refused
@@ -116,11 +97,7 @@ A-117 clip::test_norm_after_an_infinity_norm_is_polluted_only_in_torch
 A-130 state::test_selection_returns_the_previous_settings_and_warns
 A-132 state::test_state_dict_type_is_restored_when_the_body_raises
 A-133 state::test_units_that_disagree_are_refused
-B-023 reason: its identity with the stored shard is in C-034; nothing is pinned on a CPU
-B-025 reason: one buffer of the original dtype is made where it is needed, in summon; A-091 shows its values
-B-026 reason: the low-precision shard is a buffer of the handle in C; its bytes are counted in test_memory.py
 B-027 reason: gradients of offloaded parameters are handed over on the CPU directly; no second CPU gradient is kept
-B-028 reason: a field of the handle in C; accumulation is shown by test_offload.py and the parity grid
 B-030 reason: the views are kept by the handle in C and returned again in every forward
 B-032 reason: one node per unit and the hook on its anchor replace the AccumulateGrad hook of the flat parameter
 B-033 reason: as B-032
@@ -151,7 +128,7 @@ C-079 on_ranks::test_model_cast_between_steps_trains_on_in_its_new_dtype
 C-090 memory::test_full_shard_forward_holds_the_root_and_one_unit
 C-093 offload::test_training_is_bitwise_that_without_offload
 C-095 summon::test_copies_of_an_offload_carry_their_edits_back
-    summon::test_offload_to_cpu_on_the_cpu_shows_live_values_and_keeps_edits
+    summon::test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits
 C-110 parity::test_training_equals_torch
 C-111 parity::test_training_equals_torch
 C-112 parity::test_training_equals_torch offload::test_training_is_bitwise_that_without_offload
@@ -205,7 +182,7 @@ D-101 parity::test_training_equals_torch
 D-102 exceptions::test_an_exception_leaves_no_unsharded_storage
 D-103 parity::test_training_equals_torch
 D-104 parity::test_training_equals_torch
-D-111 reason: the place in the order is an integer with -1 for none, so that 0 is a place as any
+D-111 reason: kept, by order_record_post_forward
 D-113 calls::test_each_prefetch_mode_changes_the_order_and_nothing_else
 D-114 calls::test_collectives_and_computation_are_in_the_order_of_torch
 D-120 parity::test_training_equals_torch
@@ -298,7 +275,6 @@ X-133 state::test_units_that_disagree_are_refused
 X-135 state::test_no_shard_warns_and_is_full_whatever_is_selected
 X-136 reason: a unit that shards nothing gives a full state dict whatever is called; the functions that could be called
     directly are not there
-X-137 reason: a state dict that raises leaves nothing open: F-004
 X-138 state::test_expected_name_missing_from_the_dict_is_named
 X-139 reason: nothing is cloned that could point to freed memory: values are made from the shards
 X-146 reason: the mesh of a DTensor is its own; tensors on other meshes are gathered by DTensor
@@ -310,10 +286,12 @@ X-183 reason: no profiler of its own; its ranges are those of D-130 and torch's
 """
 
 
-def expanded(ranges: str) -> Iterator[int]:
-    for part in ranges.split():
-        first, last = part.split("-")
-        yield from range(int(first), int(last) + 1)
+def sections() -> Iterator[tuple[str, list[str]]]:
+    """The title of each section of docs/behaviour.md that has rows to cover, and their ids."""
+    for title, text in re.findall(
+        r"^## ([ABCDEFGX]: .*?)$(.*?)(?=^## |\Z)", BEHAVIOUR.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        yield title, re.findall(rf"^- \*\*({ID})\*\*", text, re.MULTILINE)
 
 
 def ids_in(text: str) -> set[str]:
@@ -369,16 +347,16 @@ def page() -> str:
     lines = [
         "# Rows of the surface, and the tests that cover them",
         "",
-        "Written by `python -m tests.surface_rows`: a row has tests that cover it, or the reason why this design has",
-        "nothing of the kind. `open`: no test yet.",
+        "Written by `python -m tests.surface_rows`: a row of [docs/behaviour.md](../docs/behaviour.md) has tests that",
+        "cover it, or the reason why this design has nothing of the kind. `open`: no test yet.",
         "",
     ]
     counts = []
-    for letter, ranges in RANGES.items():
-        rows = [(one := f"{letter}-{number:03}", entry(one, found, hand)) for number in expanded(ranges)]
+    for title, ids in sections():
+        rows = [(one, entry(one, found, hand)) for one in ids]
         still_open = sum(text == "open" for _, text in rows)
-        counts.append(f"{letter} {still_open} of {len(rows)}")
-        lines += [f"## {letter}: {TITLES[letter]}", "", "| row | test or reason |", "| --- | --- |"]
+        counts.append(f"{title[0]} {still_open} of {len(rows)}")
+        lines += [f"## {title}", "", "| row | test or reason |", "| --- | --- |"]
         lines += [f"| {one} | {text} |" for one, text in rows] + [""]
     lines.insert(4, f"Open: {', '.join(counts)}.\n")
     return "\n".join(lines).rstrip() + "\n"

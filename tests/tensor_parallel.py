@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from tests.ranks import device
+
 TOKENS = 12
 WIDTH = 6
 HIDDEN = 10
@@ -61,13 +63,13 @@ class Language(nn.Module):
 @functools.cache
 def mesh() -> DeviceMesh:
     """The mesh of this process: data parallel by tensor parallel. Made once: groups live as long as the ranks."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
 
 
 @functools.cache
 def hybrid_mesh() -> DeviceMesh:
     """Two replicas of one data parallel rank of a tensor parallel pair."""
-    return init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    return init_device_mesh(device().type, (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
 
 
 def parallelized(model: Language, plan: str) -> Language:
@@ -91,4 +93,4 @@ def sequence_plan() -> dict[str, object]:
 
 
 def tokens(seed: int) -> Tensor:
-    return torch.randint(TOKENS, (BATCH, LENGTH), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(TOKENS, (BATCH, LENGTH), generator=torch.Generator(device()).manual_seed(seed))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.planting import plant
+
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime", "python")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
@@ -226,12 +228,6 @@ PLANTED = [
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
 ]
-
-
-def plant(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

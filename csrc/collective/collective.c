@@ -2,9 +2,9 @@
 
 #include <stdbool.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "torch/names.h"
-#include "torch/trace.h"
 
 /* One collective of torch.distributed under one of its public names, newest name first. */
 struct public_name {
@@ -76,8 +76,51 @@ static PyObject *replacement(const struct public_name *names, size_t count) {
     return NULL;
 }
 
+/* What stands for a method that the group does not have: `what` is (rank, group, name). */
+static PyObject *refuse_missing(PyObject *what, PyObject *args) {
+    (void)args;
+    PyErr_Format(PyExc_TypeError,
+                 "rank %S: its process group %R has no %U(), which this collective calls. Pass a "
+                 "torch.distributed.ProcessGroup, or one of its backends.",
+                 PyTuple_GetItem(what, 0), PyTuple_GetItem(what, 1), PyTuple_GetItem(what, 2));
+    return NULL;
+}
+
+static PyMethodDef refuse_missing_def = {"refuse_missing", refuse_missing, METH_VARARGS, NULL};
+
+/* A bound method, new reference. An object that says its rank and size is a group until it is asked to send something. */
+static PyObject *method_of(PyObject *group, PyObject *rank, const char *name) {
+    PyObject *method = PyObject_GetAttrString(group, name);
+    if (method || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return method;
+    PyErr_Clear();
+    PyObject *what = Py_BuildValue("(OOs)", rank, group, name);
+    method = what ? PyCFunction_New(&refuse_missing_def, what) : NULL;
+    Py_XDECREF(what);
+    return method;
+}
+
+static struct collective_group all = {.previous = &all, .next = &all}; /* initialised groups, in a ring */
+static int64_t unfinished; /* collectives that were enqueued and for which nobody has waited with success */
+
+static void join_all(struct collective_group *group) {
+    group->previous = all.previous;
+    group->next = &all;
+    group->previous->next = group->next->previous = group;
+}
+
+static void leave_all(struct collective_group *group) {
+    if (!group->next)
+        return;
+    group->previous->next = group->next;
+    group->next->previous = group->previous;
+    group->previous = group->next = NULL;
+}
+
 int collective_group_init(struct collective_group *group, PyObject *process_group) {
     memset(group, 0, sizeof *group);
+    group->process = getpid();
+    join_all(group);
     PyObject *size = PyObject_CallMethod(process_group, "size", NULL);
     PyObject *rank = size ? PyObject_CallMethod(process_group, "rank", NULL) : NULL;
     if (!rank)
@@ -89,11 +132,11 @@ int collective_group_init(struct collective_group *group, PyObject *process_grou
     group->group = Py_NewRef(process_group);
     group->gather_group = Py_NewRef(process_group);
     group->scatter_group = Py_NewRef(process_group);
-    if (!(group->all_gather = PyObject_GetAttrString(process_group, "_allgather_base")))
+    if (!(group->all_gather = method_of(process_group, rank, "_allgather_base")))
         goto fail;
-    if (!(group->reduce_scatter = PyObject_GetAttrString(process_group, "_reduce_scatter_base")))
+    if (!(group->reduce_scatter = method_of(process_group, rank, "_reduce_scatter_base")))
         goto fail;
-    if (!(group->all_reduce = PyObject_GetAttrString(process_group, "allreduce")))
+    if (!(group->all_reduce = method_of(process_group, rank, "allreduce")))
         goto fail;
     Py_DECREF(size);
     Py_DECREF(rank);
@@ -106,12 +149,51 @@ fail:
 }
 
 void collective_group_fini(struct collective_group *group) {
+    leave_all(group);
     Py_CLEAR(group->group);
     Py_CLEAR(group->gather_group);
     Py_CLEAR(group->scatter_group);
     Py_CLEAR(group->all_gather);
     Py_CLEAR(group->reduce_scatter);
     Py_CLEAR(group->all_reduce);
+}
+
+/* What `group` refers to moves into `list`. 0, or -1 and some of it stays. */
+static int move_references(struct collective_group *group, PyObject *list) {
+    PyObject **references[] = {&group->group,      &group->gather_group,   &group->scatter_group,
+                               &group->all_gather, &group->reduce_scatter, &group->all_reduce};
+    for (size_t i = 0; i < sizeof references / sizeof *references; i++) {
+        if (*references[i] && PyList_Append(list, *references[i]) < 0)
+            return -1;
+        Py_CLEAR(*references[i]); /* the list holds it: nothing of Python's runs */
+    }
+    return 0;
+}
+
+int collective_let_go(void) {
+    PyObject *let_go = PyList_New(0), *kept = PyList_New(0);
+    int result = let_go && kept ? 0 : -1;
+    for (struct collective_group *group = all.next; !result && group != &all; group = group->next)
+        result = move_references(group, unfinished || group->process != getpid() ? kept : let_go);
+    if (kept && PyList_Size(kept) == 0)
+        Py_CLEAR(kept); /* else it is owned for ever */
+    Py_XDECREF(let_go); /* destructors of groups wait for their threads, and let others run meanwhile */
+    return result;
+}
+
+/* The answer of a group that was let go of, NULL. */
+static PyObject *refuse(const struct collective_group *group) {
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld: the process is ending and its process groups were destroyed, so FullyShardedDataParallel can "
+        "communicate no more: do it before destroy_process_group()",
+        (long long)group->rank);
+    return NULL;
+}
+
+static PyObject *enqueued(PyObject *work) {
+    unfinished += work && work != Py_None;
+    return work;
 }
 
 int collective_fake_all_gather(struct collective_group *group, PyObject *fake) {
@@ -137,32 +219,33 @@ static PyObject *call_replacement(PyObject *function, PyObject *group, PyObject 
 
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(gather_names, 2);
-    trace_read(input);
-    trace_write(output);
+    if (!group->all_gather)
+        return refuse(group);
     if (function)
-        return call_replacement(function, group->gather_group, output, input);
-    return PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL);
+        return enqueued(call_replacement(function, group->gather_group, output, input));
+    return enqueued(PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL));
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {
     PyObject *function = replacement(scatter_names, 2);
-    trace_read(input);
-    trace_write(output);
+    if (!group->reduce_scatter)
+        return refuse(group);
     if (function)
-        return call_replacement(function, group->scatter_group, output, input);
-    return PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, scatter_options, NULL);
+        return enqueued(call_replacement(function, group->scatter_group, output, input));
+    return enqueued(PyObject_CallFunctionObjArgs(group->reduce_scatter, output, input, scatter_options, NULL));
 }
 
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor) {
     PyObject *function = replacement(reduce_names, 1);
-    trace_write(tensor);
+    if (!group->all_reduce)
+        return refuse(group);
     if (function)
-        return call_replacement(function, group->group, tensor, NULL);
+        return enqueued(call_replacement(function, group->group, tensor, NULL));
     PyObject *tensors = PyList_New(1), *work = NULL;
     if (tensors && PyList_SetItem(tensors, 0, Py_NewRef(tensor)) == 0)
         work = PyObject_CallFunctionObjArgs(group->all_reduce, tensors, reduce_options, NULL);
     Py_XDECREF(tensors);
-    return work;
+    return enqueued(work);
 }
 
 int collective_wait(PyObject *work) {
@@ -173,5 +256,6 @@ int collective_wait(PyObject *work) {
     PyObject *done = PyObject_CallMethodObjArgs(work, torch_names.wait, NULL);
     Py_DECREF(work);
     Py_XDECREF(done);
+    unfinished -= done != NULL;
     return done ? 0 : -1;
 }

@@ -8,13 +8,16 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 struct collective_group {
-    PyObject *group;                                    /* owned; a ProcessGroup, or NULL when there is none */
-    PyObject *gather_group, *scatter_group;             /* owned; the group, or a fake one of the same rank and size */
+    PyObject *group;                        /* owned; a ProcessGroup, or NULL when there is none, or it was let go */
+    PyObject *gather_group, *scatter_group; /* owned; the group, or a fake one of the same rank and size */
     PyObject *all_gather, *reduce_scatter, *all_reduce; /* owned; bound methods of the three groups */
     int64_t world_size;
     int64_t rank;
+    struct collective_group *previous, *next; /* borrowed; all that are initialised, NULL when this one is not */
+    pid_t process;                            /* which initialised it; threads of the group run there alone */
 };
 
 /* Find torch.distributed's functions, to know later whether they were replaced. 0 or -1. */
@@ -25,6 +28,15 @@ int collective_group_init(struct collective_group *group, PyObject *process_grou
 int collective_fake_all_gather(struct collective_group *group, PyObject *fake);
 int collective_fake_reduce_scatter(struct collective_group *group, PyObject *fake);
 void collective_group_fini(struct collective_group *group);
+
+/* [Note: the end of a process] A thread of gloo that drops the last reference to a tensor while the interpreter ends is ended
+ * itself, and the process with it ("terminate called without an active exception"). A group that is gone before has no threads any
+ * more; so where the script has destroyed its groups, ours may not be the references that keep them until then.
+ *
+ * Let go of all groups: collectives raise RuntimeError from now on. What was enqueued and has not ended well may wait for ranks that
+ * are dead, and the threads of a group do not come along when a process forks: such a group is kept for ever, because its
+ * destructor would wait. 0 or -1. */
+int collective_let_go(void);
 
 /* Each enqueues and returns what must be waited for (a Work object, or Py_None), NULL with an exception on failure.
  * The tensors must stay alive and untouched until collective_wait. Collective over the group. */

@@ -6,7 +6,6 @@
 #include "handle/handle.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
-#include "torch/trace.h"
 
 /* The reduction from now on is in `dtype`, also when lazy init comes later or comes again. */
 static int reduce_in(struct handle *handle, PyObject *dtype) {
@@ -102,8 +101,6 @@ PyObject *handle_call_comm_hook(struct handle *handle) {
     struct comm_hook *hook = &handle->comm_hook;
     struct gradients *gradients = &handle->gradients;
     PyObject *output = handle->sharded ? gradients->reduce_output : NULL; /* NULL ends the arguments */
-    trace_read(gradients->reduce_input);
-    trace_write(gradients->reduce_output); /* without sharding they are one */
     PyObject *done = PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
     Py_XDECREF(done);
     return done && check_result(handle, gradients->reduce_output) == 0 ? Py_NewRef(Py_None) : NULL;

@@ -119,18 +119,34 @@ void handle_fini_forms(struct handle *handle) {
 
 /* ---- the form in use ---- */
 
-static int take(struct handle *handle, enum precision precision) {
+int handle_make_form(struct handle *handle, enum precision precision) {
     struct form *form = &handle->forms[precision];
-    if (!form->views && form_init(handle, form) < 0)
+    return form->views ? 0 : form_init(handle, form);
+}
+
+static int take(struct handle *handle, enum precision precision) {
+    if (handle_make_form(handle, precision) < 0)
         return -1;
     Py_CLEAR(handle->wrapped_views); /* of the form that was in use */
-    handle->form = form;
+    handle->form = &handle->forms[precision];
     return 0;
+}
+
+/* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong to. */
+static bool still_fits(const struct handle *handle, const struct form *form) {
+    bool is_local = !handle->sharded && !form->low_precision && !handle->offload;
+    bool same_dtype = handle->orig_kind == handle->local_view.dtype && handle->orig_kind != DTYPE_OTHER;
+    return form->views && same_dtype && !is_local && !form->is_local;
 }
 
 int handle_init_forms(struct handle *handle) {
     enum precision precision = (enum precision)(handle->form - handle->forms);
-    handle_fini_forms(handle);
+    for (int i = 0; i < PRECISIONS; i++) {
+        if (!still_fits(handle, &handle->forms[i]))
+            drop_form(handle, &handle->forms[i]);
+        else if (init_likes(handle, &handle->forms[i]) < 0)
+            return -1;
+    }
     handle->orig_kind = handle->local_view.dtype;
     return take(handle, PRECISION_COMPUTE) < 0 ? -1 : take(handle, precision);
 }

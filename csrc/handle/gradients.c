@@ -6,7 +6,6 @@
 #include "handle/handle.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
-#include "torch/trace.h"
 
 /* ---- receiving ---- */
 
@@ -32,7 +31,6 @@ static int fill_sources(struct handle *handle) {
         }
         if (tensor_view_of(grad, view) < 0)
             return handle_refuse_gradient(handle, i);
-        trace_read(grad);
     }
     return 0;
 }
@@ -41,7 +39,6 @@ static int pack_pending(struct handle *handle, PyObject *output, double divisor)
     struct tensor_view view;
     if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
-    trace_write(output);
     return tensor_check(handle->kernels->pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources,
                                               handle->num_params, divisor, handle_stream(handle)),
                         "packing of gradients");
@@ -51,7 +48,6 @@ static int add_pending(struct handle *handle, PyObject *output) {
     struct tensor_view view;
     if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
         return -1;
-    trace_write(output);
     return tensor_check(
         handle->kernels->pack_add(view.data, view.dtype, handle->sources, handle->num_params, handle_stream(handle)),
         "accumulation of gradients");
@@ -61,8 +57,6 @@ static int add_tensor(struct handle *handle, PyObject *output, PyObject *input) 
     struct tensor_view to, from;
     if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
         return -1;
-    trace_read(input);
-    trace_write(output);
     return tensor_check(handle->kernels->accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to),
                                                     1.0, handle_stream(handle)),
                         "accumulation of gradients");
@@ -76,6 +70,10 @@ static PyObject *previous_gradient(struct handle *handle) {
 /* A second contribution has come: the first one is added up. See [Note: order of addition]. */
 static int settle_pending(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
+    if (handle->form->low_precision && handle_call_param_hooks(handle) < 0)
+        return -1;
+    if (!gradients->pending)
+        return 0;
     PyObject *previous = previous_gradient(handle);
     if (handle->form->low_precision && previous)
         return add_pending(handle, previous);
@@ -93,7 +91,7 @@ static bool has_gradient(PyObject *args, int64_t num_params) {
 }
 
 bool handle_has_new_gradients(const struct handle *handle) {
-    return handle->gradients.pending != NULL;
+    return handle->gradients.pending || handle->gradients.hooked;
 }
 
 int handle_receive(struct handle *handle, PyObject *args) {
@@ -103,6 +101,21 @@ int handle_receive(struct handle *handle, PyObject *args) {
         return -1;
     ref_set(&handle->gradients.pending, Py_NewRef(args));
     return 0;
+}
+
+PyObject *handle_take_received(struct handle *handle) {
+    struct gradients *gradients = &handle->gradients;
+    PyObject *total = gradients->sum ? Py_NewRef(gradients->sum) : torch_empty_like(handle->form->gradient_like.tensor);
+    int result = -1;
+    if (total)
+        result = gradients->sum ? add_pending(handle, total) : pack_pending(handle, total, 1.0);
+    if (result < 0) {
+        Py_XDECREF(total);
+        return NULL;
+    }
+    Py_CLEAR(gradients->sum);
+    Py_CLEAR(gradients->pending);
+    return total;
 }
 
 /* Everything received in this backward is added to `target`, and released. */
@@ -131,8 +144,6 @@ static int divide_total(struct handle *handle, PyObject *total) {
         input = torch_empty_like(handle->form->reduce_input_like.tensor);
     if (!input || tensor_view_of(input, &to) < 0)
         goto fail;
-    trace_read(total);
-    trace_write(input);
     if (tensor_check(handle->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
                                                   handle->predivide, handle_stream(handle)),
                      "pre-division of gradients") < 0)
@@ -165,7 +176,7 @@ int handle_pack(struct handle *handle) {
     PyObject **previous = handle->sharded ? &gradients->unsharded : &gradients->saved_shard, *total;
     if (handle_read_comm_hook(handle) < 0)
         return -1;
-    gradients->unreduced = false;
+    gradients->unreduced = gradients->hooked = false;
     if (!*previous && !gradients->sum)
         return pack_directly(handle);
     if (*previous) {
@@ -174,13 +185,9 @@ int handle_pack(struct handle *handle) {
         total = *previous;
         *previous = NULL;
     } else {
-        if (add_pending(handle, gradients->sum) < 0)
-            return -1;
-        total = gradients->sum;
-        gradients->sum = NULL;
-        Py_CLEAR(gradients->pending);
+        total = handle_take_received(handle);
     }
-    return divide_total(handle, total);
+    return total ? divide_total(handle, total) : -1;
 }
 
 /* ---- no_sync ---- */
@@ -189,23 +196,10 @@ int handle_accumulate_unsharded(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
     PyObject **total = handle->sharded ? &gradients->unsharded : &gradients->saved_shard;
     gradients->unreduced = true;
-    if (*total)
-        return add_received(handle, *total);
-    if (gradients->sum) {
-        if (add_pending(handle, gradients->sum) < 0)
-            return -1;
-        *total = gradients->sum;
-        gradients->sum = NULL;
-    } else {
-        PyObject *tensor = torch_empty_like(handle->form->gradient_like.tensor);
-        if (!tensor || pack_pending(handle, tensor, 1.0) < 0) {
-            Py_XDECREF(tensor);
-            return -1;
-        }
-        *total = tensor;
-    }
-    Py_CLEAR(gradients->pending);
-    return 0;
+    gradients->hooked = false;
+    if (!*total)
+        return (*total = handle_take_received(handle)) ? 0 : -1;
+    return gradients->pending ? add_received(handle, *total) : 0;
 }
 
 void handle_drop_gradients(struct handle *handle) {
@@ -217,5 +211,5 @@ void handle_drop_gradients(struct handle *handle) {
     Py_CLEAR(gradients->reduce_input);
     Py_CLEAR(gradients->reduce_output);
     Py_CLEAR(gradients->work);
-    gradients->in_backward = false;
+    gradients->in_backward = gradients->hooked = false;
 }

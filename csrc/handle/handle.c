@@ -7,28 +7,11 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-/* Does the class of `module` override nn.Module.__setattr__? */
-static int overrides_setattr(PyObject *module) {
-    static PyObject *plain; /* owned for ever */
-    if (!plain) {
-        PyObject *nn = PyImport_ImportModule("torch.nn");
-        PyObject *base = nn ? PyObject_GetAttrString(nn, "Module") : NULL;
-        plain = base ? PyObject_GetAttrString(base, "__setattr__") : NULL;
-        Py_XDECREF(nn);
-        Py_XDECREF(base);
-        if (!plain)
-            return -1;
-    }
-    PyObject *own = PyObject_GetAttrString((PyObject *)Py_TYPE(module), "__setattr__");
-    int result = own ? own != plain : -1;
-    Py_XDECREF(own);
-    return result;
-}
-
 static int slot_init(struct slot *slot, PyObject *entry) {
     long long param;
+    int setting;
     PyObject *module, *name;
-    if (!PyArg_ParseTuple(entry, "LOO!", &param, &module, &PyUnicode_Type, &name))
+    if (!PyArg_ParseTuple(entry, "LOO!i", &param, &module, &PyUnicode_Type, &name, &setting))
         return -1;
     slot->param = param;
     slot->module = Py_NewRef(module);
@@ -36,9 +19,8 @@ static int slot_init(struct slot *slot, PyObject *entry) {
     PyUnicode_InternInPlace(&slot->name);
     slot->parameters = PyObject_GetAttrString(module, "_parameters");
     slot->attributes = slot->parameters ? PyObject_GetAttrString(module, "__dict__") : NULL;
-    int custom = slot->attributes ? overrides_setattr(module) : -1;
-    slot->custom_setattr = custom == 1;
-    return custom < 0 ? -1 : 0;
+    slot->setting = (enum setting)setting;
+    return slot->attributes ? 0 : -1;
 }
 
 static int init_slots(struct handle *handle, PyObject *slots) {
@@ -49,6 +31,8 @@ static int init_slots(struct handle *handle, PyObject *slots) {
     for (int64_t i = 0; i < handle->num_slots; i++)
         if (slot_init(&handle->slots[i], PyList_GetItem(slots, i)) < 0)
             return -1;
+    for (int64_t i = 0; i < handle->num_slots; i++)
+        handle->watched = handle->watched || handle->slots[i].setting == SETTING_BY_SETATTR;
     return 0;
 }
 
@@ -171,6 +155,7 @@ void handle_fini(struct handle *handle) {
     comm_hook_fini(&handle->comm_hook);
     Py_CLEAR(handle->layout_owner);
     Py_CLEAR(handle->name);
+    Py_CLEAR(handle->published);
     Py_CLEAR(handle->flat_param);
     Py_CLEAR(handle->params);
     Py_CLEAR(handle->shapes);
@@ -180,6 +165,7 @@ void handle_fini(struct handle *handle) {
     Py_CLEAR(handle->wrap_views);
     Py_CLEAR(handle->summon_full);
     Py_CLEAR(handle->summon_grad);
+    Py_CLEAR(handle->hooks_seen);
     Py_CLEAR(handle->empty_param);
     Py_CLEAR(handle->fallback_dtypes);
     memset(handle, 0, sizeof *handle);
@@ -206,6 +192,7 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->comm_hook.function);
     Py_VISIT(handle->comm_hook.state);
     Py_VISIT(handle->flat_param);
+    Py_VISIT(handle->published);
     Py_VISIT(handle->params);
     for (int i = 0; i < PRECISIONS; i++)
         Py_VISIT(handle->forms[i].views);

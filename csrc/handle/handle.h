@@ -50,6 +50,13 @@ enum shown {
     SHOWN_FULL_PARAMS, /* Parameters of full shape, inside summon_full_params */
 };
 
+/* How a slot is made to show something else. */
+enum setting {
+    SETTING_DIRECT,     /* in the dicts, as nn.Module does it */
+    SETTING_BY_SETATTR, /* delattr and setattr: somebody takes part in them (RNNs keep a second list) */
+    SETTING_BYPASS      /* FSDP_USE_UNSAFE_SETATTR: past all of that; in __dict__ too, where no __getattr__ is asked */
+};
+
 /* Where one parameter (or one more name of a shared one) is found in a module. */
 struct slot {
     PyObject *module;     /* owned */
@@ -57,7 +64,7 @@ struct slot {
     PyObject *attributes; /* owned; module.__dict__ */
     PyObject *name;       /* owned; interned str */
     int64_t param;
-    bool custom_setattr; /* the class overrides __setattr__ (RNNs keep a second list): go through it */
+    enum setting setting;
 };
 
 /* Says what torch_empty_like is to make; its own storage may be freed. */
@@ -105,6 +112,7 @@ struct gradients {
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
     PyObject *work;                         /* owned; the reduce-scatter in flight */
     enum grad_kind kind;
+    bool hooked;      /* hooks of the flat parameter have made an unsharded gradient of what was received */
     bool unreduced;   /* what no_sync left has not been reduced yet */
     bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
 };
@@ -145,6 +153,7 @@ struct handle {
     int64_t op_id;                    /* by which torch.ops.fsdp_c find the handle */
     struct slot *slots;               /* owned; the first num_params are the parameters in order, then shared names */
     int64_t num_slots;
+    bool watched;              /* some slot is set by setattr */
     PyObject *wrap_views;      /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
     PyObject *empty_param;     /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
     PyObject *fallback_dtypes; /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
@@ -159,6 +168,7 @@ struct handle {
     /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the shard there first,
      * and the reduced gradient is copied back before it is handed over: `offloaded`. */
     bool offload;
+    bool elsewhere;                     /* the user has moved the shard away from the device that computes */
     struct tensor_like shard_like;      /* how the shard looks on the device that computes */
     struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
     const struct kernel_table *kernels; /* of that device */
@@ -174,10 +184,12 @@ struct handle {
     PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
     int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
     bool changes_taken;          /* the user's changes, for the next gather */
-    bool copied_changes;         /* since somebody cleared it: some were copied, on the stream that was current */
+    bool copied_changes;         /* since somebody cleared it: some were copied, on the stream that was current, or
+                                    the shard is another one */
     bool input_ready;            /* what the next gather reads was made ahead of it */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
     int64_t unheld_turn;         /* the parameter outside the shard that was looked at last */
+    PyObject *published;         /* owned; flat_param.__dict__ once its attributes are published, or NULL */
 
     /* inside summon_full_params */
     PyObject *summon_full; /* owned; the full flat parameter shown, NULL outside and when hidden */
@@ -185,6 +197,8 @@ struct handle {
     bool summon_writeback, summon_freed_after;
     PyObject *flat_param_owner; /* owned; the dict where "_flat_param" is registered, NULL when it is not */
 
+    bool has_param_hooks;       /* hooks were found on flat_param when it was looked at last, */
+    PyObject *hooks_seen;       /* owned; which was after torch's hook of this number */
     bool optimizer_in_backward; /* set by Python at lazy init: some parameter has an optimizer attached */
     struct gradients gradients;
 };
@@ -218,6 +232,8 @@ const char *training_state_name(enum training_state state);
 PyObject *handle_freed_tensor(int64_t numel, PyObject *dtype,
                               PyObject *device); /* new; only says what to allocate later */
 int handle_init_forms(struct handle *handle);    /* after the dtypes and the shard; the one to compute with is in use */
+int handle_make_form(struct handle *handle,
+                     enum precision precision); /* so that its tensors are there, freed. 0 or -1 */
 /* Unsharded parameters are of this precision from now on; what is gathered in another is freed. 0 or -1. */
 int handle_use_precision(struct handle *handle, enum precision precision);
 bool handle_has_mixed_precision(const struct handle *handle);
@@ -264,16 +280,24 @@ int handle_show_wrapped_grads(struct handle *handle, PyObject *full); /* inside 
 /* With `verbose`, a UserWarning that the user's value of a parameter, or of its gradient, is taken over. 0 or -1 (C-136). */
 int handle_say_writeback(struct handle *handle, int64_t param, const char *what, PyObject *value);
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
-int handle_writeback(struct handle *handle);         /* take over Parameters and data the user replaced. 0 or -1 */
-int handle_take_over_params(struct handle *handle);  /* the part of it about original parameters */
-int handle_check_unheld(struct handle *handle);      /* RuntimeError for data where this rank holds nothing. 0 or -1 */
+/* flat_param.data = flat_param.data.to(*args, **kwargs), and the handle and all that is shown follow. 0, or -1 and nothing has moved;
+ * AssertionError amid a step. */
+int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs /* or NULL */);
+int handle_writeback(struct handle *handle);        /* take over Parameters and data the user replaced. 0 or -1 */
+int handle_take_over_params(struct handle *handle); /* the part of it about original parameters */
+int handle_check_unheld(struct handle *handle);     /* RuntimeError for data where this rank holds nothing. 0 or -1 */
 int handle_check_views(
     struct handle *handle); /* AssertionError for a view replaced while the storage stays unsharded */
+
+/* published.c: attributes of flat_param under torch's names. 0 or -1 */
+int handle_publish(struct handle *handle); /* what storage there is, from now on: lazy init does it again */
+int handle_publish_cpu_grad(struct handle *handle, PyObject *grad);
 
 /* summon.c: the verbs of summon_full_params; see _C.pyi */
 int handle_summon_enter(struct handle *handle, bool writeback);
 int handle_summon_exit(struct handle *handle);
-int handle_summon_hide(struct handle *handle);
+int handle_summon_free(struct handle *handle); /* the modules are to show other tensors */
+int handle_summon_hide(struct handle *handle); /* they show sharded ones */
 int handle_summon_grads(struct handle *handle);
 int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
@@ -284,10 +308,15 @@ int handle_read_comm_hook(struct handle *handle); /* before gradients are packed
 PyObject *handle_call_comm_hook(struct handle *handle); /* reduce what was packed; None, or NULL with an exception */
 void comm_hook_fini(struct comm_hook *hook);
 
+/* param_hooks.c: the user's hooks on the flat parameter, see [Note: hooks of the flat parameter] */
+/* Call them with what was received since they were called last. They may leave no gradient. A no-op without hooks. 0 or -1. */
+int handle_call_param_hooks(struct handle *handle);
+
 /* gradients.c and reduce.c */
 int handle_refuse_gradient(struct handle *handle, int64_t param); /* -1 with RuntimeError */
 bool handle_has_new_gradients(const struct handle *handle);
 int handle_receive(struct handle *handle, PyObject *args); /* one contribution: the arguments of the node's backward */
+PyObject *handle_take_received(struct handle *handle); /* the sum of what was received, padded; new reference or NULL */
 int handle_prepare_gradient(
     struct handle *handle);             /* first pre-backward: move a sharded .grad aside, to accumulate onto */
 int handle_pack(struct handle *handle); /* what was received, and what no_sync left, becomes the reduction's input */

@@ -32,10 +32,19 @@ const char *training_state_name(enum training_state state) {
     return training_names[state];
 }
 
-static int refuse(const struct handle *handle, const char *from, const char *to) {
-    PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s",
-                 (long long)handle->layout.rank, handle->name, from, to);
+static int refuse(const struct handle *handle, const char *from, const char *to, const char *remedy) {
+    PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s%s",
+                 (long long)handle->layout.rank, handle->name, from, to, remedy);
     return -1;
+}
+
+/* What to do instead of a backward that comes too early. */
+static const char *remedy_for(enum training_state from, enum training_state to) {
+    bool in_own_forward = from == USE_FORWARD && (to == USE_BACKWARD_PRE || to == USE_BACKWARD_POST);
+    return in_own_forward ? ": a backward inside its own forward has come to its parameters, which the rest of the "
+                            "forward needs. Call backward() on what the forward returns, after it, or wrap the modules "
+                            "that the backward inside passes through as units of their own"
+                          : "";
 }
 
 static void write_param_state(struct handle *handle, enum param_state state) {
@@ -48,14 +57,15 @@ static void write_training_state(struct handle *handle, enum training_state stat
 
 int handle_set_param_state(struct handle *handle, enum param_state state) {
     if (!param_allowed[handle->param_state][state])
-        return refuse(handle, param_names[handle->param_state], param_names[state]);
+        return refuse(handle, param_names[handle->param_state], param_names[state], "");
     write_param_state(handle, state);
     return 0;
 }
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
     if (!training_allowed[handle->training_state][state])
-        return refuse(handle, training_names[handle->training_state], training_names[state]);
+        return refuse(handle, training_names[handle->training_state], training_names[state],
+                      remedy_for(handle->training_state, state));
     write_training_state(handle, state);
     return 0;
 }

@@ -3,7 +3,6 @@
 #include "handle/handle_ops.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
-#include "torch/trace.h"
 
 /* ---- reduction ---- */
 
@@ -37,8 +36,6 @@ static int cast_divide(struct handle *handle, PyObject *output, PyObject *input,
     struct tensor_view to, from;
     if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
         return -1;
-    trace_read(input);
-    trace_write(output);
     return tensor_check(handle->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&from),
                                                      divisor, handle_stream(handle)),
                         "post-division of gradients");
@@ -56,8 +53,6 @@ static int accumulate_output(struct handle *handle, PyObject *output) {
     struct tensor_view to, from;
     if (tensor_view_of(handle->gradients.saved_shard, &to) < 0 || tensor_view_of(output, &from) < 0)
         return -1;
-    trace_read(output);
-    trace_write(handle->gradients.saved_shard);
     return tensor_check(handle->kernels->accumulate(to.data, to.dtype, from.data, from.dtype,
                                                     handle->layout.shard_numel, handle->postdivide,
                                                     handle_stream(handle)),
@@ -101,8 +96,6 @@ static int enqueue_download(struct handle *handle) {
         gradients->offloaded = torch_empty_pinned_like(gradients->saved_shard);
     if (!gradients->offloaded)
         return -1;
-    trace_read(gradients->saved_shard);
-    trace_write(gradients->offloaded);
     PyObject *done = PyObject_CallMethod(gradients->offloaded, "copy_", "OO", gradients->saved_shard, Py_True);
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -213,6 +206,8 @@ static PyObject *take_saved_shard(struct handle *handle) {
     if (!offloaded)
         offloaded = PyObject_CallMethod(shard, "cpu", NULL);
     Py_DECREF(shard);
+    if (offloaded && handle_publish_cpu_grad(handle, offloaded) < 0)
+        Py_CLEAR(offloaded);
     return offloaded;
 }
 
@@ -258,7 +253,7 @@ static int show_reduced(struct handle *handle) {
 
 int handle_hand_over(struct handle *handle) {
     struct gradients *gradients = &handle->gradients;
-    gradients->in_backward = false;
+    gradients->in_backward = gradients->hooked = false;
     /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
     Py_CLEAR(gradients->pending);
     Py_CLEAR(gradients->sum);

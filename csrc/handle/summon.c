@@ -32,9 +32,9 @@ static int require_idle(const struct handle *handle) {
     if (handle->training_state == USE_IDLE)
         return 0;
     PyErr_Format(PyExc_AssertionError,
-                 "rank %lld, unit %S: cannot gather full parameters while the unit is in %s. Leave the forward, the "
-                 "backward or the enclosing summon_full_params() first.",
-                 (long long)handle->layout.rank, handle->name, training_state_name(handle->training_state));
+                 "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit %S): leave "
+                 "the forward, the backward or the enclosing summon_full_params() first.",
+                 training_state_name(handle->training_state), (long long)handle->layout.rank, handle->name);
     return -1;
 }
 
@@ -116,11 +116,17 @@ static int write_back(struct handle *handle) {
     return copy_own_part(handle, handle->local_shard, handle->summon_full);
 }
 
+/* No step follows that would give back what is held of it until its last use. */
 static int free_full(struct handle *handle) {
     Py_CLEAR(handle->summon_full);
-    if (leave_full_precision(handle) < 0 || handle_show_sharded(handle) < 0 || restore_flat_param(handle) < 0)
+    if (leave_full_precision(handle) < 0 || handle_show_sharded(handle) < 0 ||
+        handle_reshard(handle, handle->summon_freed_after || !handle->sharded) < 0)
         return -1;
-    return handle_reshard(handle, handle->summon_freed_after || !handle->sharded);
+    return handle->retirement ? retirement_settle(handle->retirement) : 0;
+}
+
+static int leave(struct handle *handle) {
+    return restore_flat_param(handle) < 0 ? -1 : free_full(handle);
 }
 
 /* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it leaves half done would
@@ -154,13 +160,17 @@ int handle_summon_enter(struct handle *handle, bool writeback) {
     if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) == 0 && hide_flat_param(handle) == 0 &&
         handle_show_full_params(handle, full) == 0)
         return 0;
-    settle_debt(handle, free_full, -1);
+    settle_debt(handle, leave, -1);
     handle_force_idle(handle);
     return -1;
 }
 
-int handle_summon_hide(struct handle *handle) {
+int handle_summon_free(struct handle *handle) {
     return handle->summon_full ? free_full(handle) : 0;
+}
+
+int handle_summon_hide(struct handle *handle) {
+    return handle->summon_full ? leave(handle) : 0;
 }
 
 int handle_summon_exit(struct handle *handle) {
@@ -170,7 +180,9 @@ int handle_summon_exit(struct handle *handle) {
     if (handle->summon_full) {
         if (handle->summon_writeback || !handle->sharded)
             result = write_back(handle);
-        result = settle_debt(handle, free_full, result);
+        result = settle_debt(handle, leave, result);
+    } else {
+        result = restore_flat_param(handle);
     }
     handle_force_idle(handle);
     return result;
@@ -204,8 +216,8 @@ static int say_zeros(const struct handle *handle) {
         return 0;
     return PyErr_WarnFormat(
         PyExc_UserWarning, 1,
-        "[Rank %lld] Only some but not all ranks have a gradient of unit %S, so that zeros are used "
-        "for those that have none",
+        "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in unit %S, so that zeros "
+        "stand for the missing ones",
         (long long)handle->layout.rank, handle->name);
 }
 

@@ -3,7 +3,6 @@
 #include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
-#include "torch/trace.h"
 
 #include <string.h>
 
@@ -43,10 +42,27 @@ static int init_local_shard(struct handle *handle) {
 
 /* ---- where it computes ---- */
 
-/* Is the shard in CPU memory, and what computes not? While a step is recorded the CPU plays both. */
+static int refuse_elsewhere(struct handle *handle) {
+    PyObject *device = PyObject_GetAttr(handle->local_shard, torch_names.device);
+    if (!device)
+        return -1;
+    PyErr_Format(
+        PyExc_AssertionError,
+        "rank %lld, unit %S: Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter "
+        "back first, by handle.flat_param_to(device) as it was moved away, or by moving the module.",
+        (long long)handle->layout.rank, handle->name, handle->device, device);
+    Py_DECREF(device);
+    return -1;
+}
+
+static bool lies_elsewhere(const struct handle *handle) {
+    const struct tensor_view *compute = &handle->compute_view, *shard = &handle->local_view;
+    return !handle->offload && (compute->device != shard->device || compute->device_index != shard->device_index);
+}
+
+/* Is the shard in CPU memory, and what computes not? */
 static bool offloads(struct handle *handle, const struct tensor_view *compute) {
-    return handle->may_offload && handle->local_view.device == DEVICE_CPU &&
-           (compute->device != DEVICE_CPU || trace_recorder);
+    return handle->may_offload && handle->local_view.device == DEVICE_CPU && compute->device != DEVICE_CPU;
 }
 
 static int init_compute_device(struct handle *handle) {
@@ -58,6 +74,7 @@ static int init_compute_device(struct handle *handle) {
     if (tensor_view_of(like, &handle->compute_view) < 0)
         return -1;
     handle->offload = offloads(handle, &handle->compute_view);
+    handle->elsewhere = lies_elsewhere(handle);
     if (!handle->offload && handle->compute_view.device == handle->local_view.device)
         ref_set(&handle->shard_like.tensor, Py_NewRef(handle->local_shard));
     bool is_fake = !handle->local_view.data && handle->layout.shard_numel > 0;
@@ -69,7 +86,6 @@ static int init_compute_device(struct handle *handle) {
     buffer_fini(&handle->device_shard);
     if (!handle->offload)
         return 0;
-    trace_tensor("host", handle->local_shard);
     if (buffer_init(&handle->device_shard, handle->layout.shard_numel, handle->orig_dtype, handle->device, false) < 0)
         return -1;
     return buffer_free(&handle->device_shard);
@@ -154,7 +170,7 @@ int handle_lazy_init(struct handle *handle) {
     if (allow_low_precision_grads(handle) < 0)
         return -1;
     handle->ready = true;
-    return 0;
+    return handle->published ? handle_publish(handle) : 0;
 }
 
 /* ---- unshard ---- */
@@ -177,18 +193,13 @@ static int enqueue_upload(struct handle *handle) {
         return 0;
     if (alloc_input(handle, shard) < 0)
         return -1;
-    trace_read(handle->local_shard);
-    trace_write(shard->tensor);
     PyObject *done = PyObject_CallMethod(shard->tensor, "copy_", "OO", handle->local_shard, Py_True);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
 static int cast_shard(struct handle *handle, struct buffer *output) {
-    PyObject *input = handle->offload ? handle->device_shard.tensor : handle->local_shard;
     const struct tensor_view *view = handle->offload ? &handle->device_shard.view : &handle->local_view;
-    trace_read(input);
-    trace_write(output->tensor);
     return tensor_check(handle->kernels->cast_divide(output->view.data, handle->form->kind, view->data,
                                                      handle->orig_kind, handle->layout.shard_numel, 1.0,
                                                      handle_stream(handle)),
@@ -286,10 +297,12 @@ int handle_alloc_unsharded(struct handle *handle) {
 }
 
 int handle_take_changes(struct handle *handle) {
-    if (handle->changes_taken || handle->skip_writeback_check || handle->param_state != PARAM_SHARDED)
+    if (handle->changes_taken || handle->param_state != PARAM_SHARDED)
         return 0;
-    if (handle_writeback(handle) < 0)
+    if (!handle->skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
+    if (handle->elsewhere)
+        return refuse_elsewhere(handle);
     handle->changes_taken = true;
     return 0;
 }

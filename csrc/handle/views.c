@@ -75,7 +75,9 @@ static int show_by_setattr(const struct slot *slot, PyObject *value) {
 }
 
 static int show_in_parameters(const struct slot *slot, PyObject *value) {
-    if (slot->custom_setattr && show_by_setattr(slot, value) < 0)
+    if (slot->setting == SETTING_BY_SETATTR && show_by_setattr(slot, value) < 0)
+        return -1;
+    if (slot->setting == SETTING_BYPASS && PyDict_SetItem(slot->attributes, slot->name, value) < 0)
         return -1;
     return PyDict_SetItem(slot->parameters, slot->name, value);
 }
@@ -90,7 +92,7 @@ static int remove_key(PyObject *dict, PyObject *key) {
 static int show_as_attribute(const struct slot *slot, PyObject *value) {
     if (remove_key(slot->parameters, slot->name) < 0)
         return -1;
-    if (slot->custom_setattr)
+    if (slot->setting == SETTING_BY_SETATTR)
         return show_by_setattr(slot, value);
     return PyDict_SetItem(slot->attributes, slot->name, value);
 }
@@ -114,7 +116,7 @@ int handle_show_views(struct handle *handle) {
             return -1;
         return show_views(handle, handle->wrapped_views);
     }
-    if (handle->shown == SHOWN_VIEWS && !handle->use_orig_params)
+    if (handle->shown == SHOWN_VIEWS && !handle->use_orig_params && !handle->watched)
         return 0; /* the slots keep these very objects */
     return show_views(handle, handle->form->views);
 }
@@ -132,7 +134,7 @@ static int show_params(struct handle *handle, PyObject *params) {
         const struct slot *slot = &handle->slots[i];
         if (show_in_parameters(slot, PyList_GetItem(params, slot->param)) < 0)
             return -1;
-        if (slot->custom_setattr && remove_key(slot->attributes, slot->name) < 0)
+        if (slot->setting == SETTING_BY_SETATTR && remove_key(slot->attributes, slot->name) < 0)
             return -1;
     }
     return 0;

@@ -14,6 +14,7 @@ int handle_follow_flat_param(struct handle *handle) {
         return -1;
     if (view.data == handle->local_view.data && view.dtype == handle->orig_kind)
         return 0;
+    handle->copied_changes = true;
     handle->shown = handle->use_orig_params ? handle->shown : SHOWN_NOTHING;
     if (handle_lazy_init(handle) < 0)
         return -1;
@@ -31,11 +32,10 @@ static const char *expected_data(const struct handle *handle, int64_t param) {
 static int refuse_shape(struct handle *handle, int64_t param, PyObject *value, int64_t want) {
     PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = handle_fqn(handle, param);
     PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: cannot write back the new value of %S: expected a tensor of %lld elements in "
-                 "shape (%lld,), this rank's part of the parameter, got %S. Change full parameters inside "
+                 "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank %lld, "
+                 "this rank's part of it, but the new value has %S. Change full parameters inside "
                  "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-                 (long long)handle->layout.rank, handle->name, fqn, (long long)want, (long long)want,
-                 shape ? shape : Py_None);
+                 fqn, handle->name, (long long)want, (long long)handle->layout.rank, shape ? shape : Py_None);
     Py_XDECREF(shape);
     Py_DECREF(fqn);
     return -1;
@@ -58,11 +58,12 @@ int handle_say_writeback(struct handle *handle, int64_t param, const char *what,
     PyObject *fqn = handle_fqn(handle, param);
     int result = -1;
     if (shape && device)
-        result = PyErr_WarnFormat(PyExc_UserWarning, 1,
-                                  "[Rank %lld] %s needs writeback in %s: %S of unit %S, shape=%S device=%S, expected "
-                                  "device=%S",
-                                  (long long)handle->layout.rank, what, training_state_name(handle->training_state),
-                                  fqn, handle->name, shape, device, handle->device);
+        result = PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, expected "
+            "device=%S",
+            (long long)handle->layout.rank, what, training_state_name(handle->training_state), fqn, handle->name, shape,
+            device, handle->device);
     Py_XDECREF(shape);
     Py_XDECREF(device);
     Py_DECREF(fqn);
@@ -132,10 +133,10 @@ static int refuse_unheld(struct handle *handle, int64_t param, PyObject *value) 
     PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = handle_fqn(handle, param);
     PyErr_Format(
         PyExc_RuntimeError,
-        "rank %lld, unit %S: %S was given data of shape %S, and this rank holds none of the parameter: the edit "
-        "would be lost. Change parameters inside "
+        "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and rank %lld "
+        "holds none of the parameter, so that the edit would be lost. Change parameters inside "
         "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
-        (long long)handle->layout.rank, handle->name, fqn, shape ? shape : Py_None);
+        fqn, handle->name, shape ? shape : Py_None, (long long)handle->layout.rank);
     Py_XDECREF(shape);
     Py_DECREF(fqn);
     return -1;
@@ -188,8 +189,8 @@ static int check_shared(struct handle *handle, const struct slot *slot) {
         return PyErr_Occurred() ? -1 : 0;
     PyErr_Format(
         PyExc_NotImplementedError,
-        "rank %lld, unit %S: %S and %S were one shared parameter when the unit was wrapped and are two now. Untie "
-        "parameters before wrapping.",
+        "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and %S were one when the unit was "
+        "wrapped and are two now. Untie parameters before wrapping.",
         (long long)handle->layout.rank, handle->name, primary->name, slot->name);
     return -1;
 }
@@ -217,8 +218,8 @@ int handle_writeback(struct handle *handle) {
 static int refuse_changed_view(struct handle *handle, const struct slot *slot) {
     PyObject *fqn = handle_fqn(handle, slot->param);
     PyErr_Format(PyExc_AssertionError,
-                 "rank %lld, unit %S: %S was replaced between forward and backward, which a strategy that does not "
-                 "reshard after forward does not support. Change parameters after the backward.",
+                 "FSDP does not support changing the parameters between forward and backward for strategies that do "
+                 "not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after the backward.",
                  (long long)handle->layout.rank, handle->name, fqn);
     Py_DECREF(fqn);
     return -1;
@@ -243,4 +244,62 @@ int handle_check_views(struct handle *handle) {
             return refuse_changed_view(handle, slot);
     }
     return 0;
+}
+
+/* ---- a flat parameter that moves ---- */
+
+static int refuse_to_move(struct handle *handle) {
+    PyErr_Format(
+        PyExc_AssertionError,
+        "rank %lld, unit %S: its flat parameter cannot be moved in state %s. Move it between steps, outside of "
+        "summon_full_params.",
+        (long long)handle->layout.rank, handle->name, training_state_name(handle->training_state));
+    return -1;
+}
+
+static PyObject *moved(PyObject *tensor, PyObject *args, PyObject *kwargs) {
+    PyObject *to = PyObject_GetAttrString(tensor, "to");
+    PyObject *result = to ? PyObject_Call(to, args, kwargs) : NULL;
+    Py_XDECREF(to);
+    return result;
+}
+
+/* On the device that it has left nothing is kept for it. */
+static int leave_device(struct handle *handle) {
+    struct form *form = handle->form;
+    if (!handle->elsewhere)
+        return 0;
+    if (retirement_forget(handle->retirement, &form->full) < 0 ||
+        retirement_forget(handle->input_retirement, &form->low_precision_shard) < 0)
+        return -1;
+    return handle->pool ? pool_empty(handle->pool) : 0;
+}
+
+static int follow_to(struct handle *handle, PyObject *data) {
+    if (torch_set_data(handle->flat_param, data) < 0 || handle_follow_flat_param(handle) < 0)
+        return -1;
+    return leave_device(handle);
+}
+
+/* What could not be followed is left for what was there before; the exception stays. */
+static void move_back(struct handle *handle, PyObject *data) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (follow_to(handle, data) < 0)
+        PyErr_WriteUnraisable(handle->name);
+    PyErr_Restore(type, value, traceback);
+}
+
+int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
+    if (handle->training_state != USE_IDLE)
+        return refuse_to_move(handle);
+    if ((!handle->skip_writeback_check && handle_writeback(handle) < 0) || handle_reshard(handle, true) < 0)
+        return -1;
+    PyObject *data = torch_data(handle->flat_param), *to = data ? moved(data, args, kwargs) : NULL;
+    int result = to ? follow_to(handle, to) : -1;
+    if (result < 0 && to)
+        move_back(handle, data);
+    Py_XDECREF(data);
+    Py_XDECREF(to);
+    return result;
 }

@@ -109,6 +109,11 @@ static PyObject *summon_exit(PyObject *self, PyObject *unused) {
     return none_or_error(handle_summon_exit(inside(self)));
 }
 
+static PyObject *summon_free(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(handle_summon_free(inside(self)));
+}
+
 static PyObject *summon_hide(PyObject *self, PyObject *unused) {
     (void)unused;
     return none_or_error(handle_summon_hide(inside(self)));
@@ -167,12 +172,30 @@ static PyObject *writeback(PyObject *self, PyObject *unused) {
     return none_or_error(handle ? handle_writeback(handle) : -1);
 }
 
+static PyObject *publish(PyObject *self, PyObject *unused) {
+    struct handle *handle = ready(self);
+    (void)unused;
+    return none_or_error(handle ? handle_publish(handle) : -1);
+}
+
+static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs) {
+    struct handle *handle = ready(self);
+    return none_or_error(handle ? handle_flat_param_to(handle, args, kwargs) : -1);
+}
+
 static PyObject *unshard(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
     (void)unused;
     if (!handle || handle_unshard_enqueue(handle) < 0)
         return NULL;
     return none_or_error(handle_unshard_wait(handle));
+}
+
+/* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for others. */
+static PyObject *only_argument(PyObject *args, PyObject *kwargs, const char *name) {
+    char *names[] = {(char *)name, NULL};
+    PyObject *value = NULL;
+    return PyArg_ParseTupleAndKeywords(args, kwargs, "O", names, &value) ? value : NULL;
 }
 
 /* The steps of unshard, under upstream's names: for code that takes its place (H-017). */
@@ -187,8 +210,9 @@ static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
     return handle && handle_alloc_unsharded(handle) == 0 ? padded_unsharded(handle) : NULL;
 }
 
-static PyObject *all_gather(PyObject *self, PyObject *tensor) {
-    struct handle *handle = ready(self);
+static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
+    PyObject *tensor = only_argument(args, kwargs, "padded_unsharded_flat_param");
+    struct handle *handle = tensor ? ready(self) : NULL;
     PyObject *full = handle && handle_unshard_enqueue(handle) == 0 ? padded_unsharded(handle) : NULL;
     if (full && full != tensor) {
         PyErr_Format(
@@ -201,9 +225,8 @@ static PyObject *all_gather(PyObject *self, PyObject *tensor) {
 }
 
 /* Without sharding there is nothing to gather, and this is the only step. */
-static PyObject *use_unsharded(PyObject *self, PyObject *unused) {
-    struct handle *handle = ready(self);
-    (void)unused;
+static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs) {
+    struct handle *handle = only_argument(args, kwargs, "padded_unsharded_flat_param") ? ready(self) : NULL;
     if (!handle || (!handle->sharded && handle_unshard_enqueue(handle) < 0))
         return NULL;
     return none_or_error(handle_unshard_wait(handle));
@@ -214,8 +237,9 @@ static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(inside(self)->sharded && inside(self)->param_state == PARAM_SHARDED);
 }
 
-static PyObject *reshard(PyObject *self, PyObject *free_storage) {
-    int wanted = PyObject_IsTrue(free_storage);
+static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
+    PyObject *free_storage = only_argument(args, kwargs, "free_unsharded_flat_param");
+    int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
     return none_or_error(wanted < 0 ? -1 : handle_reshard(inside(self), wanted));
 }
 
@@ -240,6 +264,7 @@ static PyMethodDef methods[] = {
     {"set_comm_hook", set_comm_hook, METH_VARARGS, NULL},
     {"summon_enter", summon_enter, METH_O, NULL},
     {"summon_exit", summon_exit, METH_NOARGS, NULL},
+    {"summon_free", summon_free, METH_NOARGS, NULL},
     {"summon_hide", summon_hide, METH_NOARGS, NULL},
     {"summon_grads", summon_grads, METH_NOARGS, NULL},
     {"summon_grads_exit", summon_grads_exit, METH_O, NULL},
@@ -247,12 +272,19 @@ static PyMethodDef methods[] = {
     {"show_sharded", show_sharded, METH_NOARGS, NULL},
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},
-    {"unshard", unshard, METH_NOARGS, NULL},
-    {"needs_unshard", needs_unshard, METH_NOARGS, NULL},
-    {"_alloc_padded_unsharded_flat_param", alloc_unsharded, METH_NOARGS, NULL},
-    {"_all_gather_flat_param", all_gather, METH_O, NULL},
-    {"_use_unsharded_flat_param", use_unsharded, METH_O, NULL},
-    {"reshard", reshard, METH_O, NULL},
+    {"publish", publish, METH_NOARGS, NULL},
+    {"flat_param_to", (PyCFunction)(void (*)(void))flat_param_to, METH_VARARGS | METH_KEYWORDS,
+     "flat_param_to($self, *args, **kwargs)\n--\n\n"},
+    {"unshard", unshard, METH_NOARGS, "unshard($self)\n--\n\n"},
+    {"needs_unshard", needs_unshard, METH_NOARGS, "needs_unshard($self)\n--\n\n"},
+    {"_alloc_padded_unsharded_flat_param", alloc_unsharded, METH_NOARGS,
+     "_alloc_padded_unsharded_flat_param($self)\n--\n\n"},
+    {"_all_gather_flat_param", (PyCFunction)(void (*)(void))all_gather, METH_VARARGS | METH_KEYWORDS,
+     "_all_gather_flat_param($self, padded_unsharded_flat_param)\n--\n\n"},
+    {"_use_unsharded_flat_param", (PyCFunction)(void (*)(void))use_unsharded, METH_VARARGS | METH_KEYWORDS,
+     "_use_unsharded_flat_param($self, padded_unsharded_flat_param)\n--\n\n"},
+    {"reshard", (PyCFunction)(void (*)(void))reshard, METH_VARARGS | METH_KEYWORDS,
+     "reshard($self, free_unsharded_flat_param)\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
@@ -297,6 +329,15 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
     return handle ? padded_unsharded(handle) : NULL;
 }
 
+static PyObject *get_sharded_grad(PyObject *self, void *unused) {
+    const struct handle *handle = inside(self);
+    const struct gradients *gradients = &handle->gradients;
+    (void)unused;
+    if (gradients->in_backward && gradients->saved_shard && handle->sharded)
+        return Py_NewRef(handle->offload && gradients->offloaded ? gradients->offloaded : gradients->saved_shard);
+    return handle->flat_param ? torch_get_grad(handle->flat_param) : Py_NewRef(Py_None);
+}
+
 static PyObject *get_op_id(PyObject *self, void *unused) {
     (void)unused;
     return PyLong_FromLongLong(inside(self)->op_id);
@@ -335,6 +376,7 @@ static int set_optimizer_in_backward(PyObject *self, PyObject *value, void *unus
 static PyGetSetDef attributes[] = {
     {"name", get_name, set_name, NULL, NULL},
     {"optimizer_in_backward", get_optimizer_in_backward, set_optimizer_in_backward, NULL, NULL},
+    {"sharded_grad", get_sharded_grad, NULL, NULL, NULL},
     {"op_id", get_op_id, NULL, NULL, NULL},
     {"flat_param", get_flat_param, NULL, NULL, NULL},
     {"layout", get_layout, NULL, NULL, NULL},

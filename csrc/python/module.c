@@ -1,4 +1,5 @@
 /* The extension module fsdp_c._C. */
+#include "collective/collective.h"
 #include "handle/handle_ops.h"
 #include "kernels/loops.h"
 #include "python/layout_functions.h"
@@ -14,7 +15,6 @@
 #include "torch/profile.h"
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
-#include "torch/trace.h"
 
 static PyObject *live_unsharded_nbytes(PyObject *self, PyObject *unused) {
     (void)self;
@@ -83,12 +83,6 @@ static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
     return PyUnicode_FromString(why);
 }
 
-static PyObject *record_streams(PyObject *self, PyObject *recorder) {
-    (void)self;
-    trace_set(recorder);
-    return Py_NewRef(Py_None);
-}
-
 static PyObject *watch_gradients(PyObject *self, PyObject *function) {
     (void)self;
     watch_set(function);
@@ -145,6 +139,14 @@ static PyObject *note_ledger_failure(PyObject *self, PyObject *unused) {
     Py_RETURN_NONE;
 }
 
+static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
+    (void)self;
+    (void)unused;
+    if (collective_let_go() < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef functions[] = {
     {"watch_gradients", watch_gradients, METH_O, NULL},
     {"open_ledger", open_ledger, METH_VARARGS, NULL},
@@ -156,8 +158,8 @@ static PyMethodDef functions[] = {
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},
-    {"record_streams", record_streams, METH_O, NULL},
     {"replace", replace, METH_VARARGS, NULL},
+    {"let_groups_go", let_groups_go, METH_NOARGS, NULL},
     {"prefer_large_pages", prefer_large_pages, METH_O, NULL},
     {"live_unsharded_nbytes", live_unsharded_nbytes, METH_NOARGS, NULL},
     {"peak_unsharded_nbytes", (PyCFunction)(void (*)(void))peak_unsharded_nbytes, METH_VARARGS | METH_KEYWORDS, NULL},
@@ -198,6 +200,9 @@ static int add_constants(PyObject *module) {
         {"NO_SHARD", NO_SHARD},
         {"HYBRID_SHARD", HYBRID_SHARD},
         {"HYBRID_SHARD_ZERO2", HYBRID_SHARD_ZERO2},
+        {"SET_DIRECTLY", SETTING_DIRECT},
+        {"SET_BY_SETATTR", SETTING_BY_SETATTR},
+        {"SET_BYPASSING", SETTING_BYPASS},
         {"LEDGER_SAVE", LEDGER_SAVE},
         {"LEDGER_LOAD", LEDGER_LOAD},
     };

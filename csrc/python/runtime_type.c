@@ -127,6 +127,11 @@ static PyObject *get_iteration(PyObject *self, void *unused) {
     return PyLong_FromLongLong(inside(self)->iteration);
 }
 
+static PyObject *get_callback_queued(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(inside(self)->callback_queued);
+}
+
 static PyObject *get_backward_limit(PyObject *self, void *unused) {
     (void)unused;
     return PyLong_FromLongLong(inside(self)->backward_prefetch_limit);
@@ -163,6 +168,7 @@ static PyGetSetDef attributes[] = {
     {"_forward_prefetch_limit", get_forward_limit, set_forward_limit, NULL, NULL},
     {"units", get_units, NULL, NULL, NULL},
     {"iteration", get_iteration, NULL, NULL, NULL},
+    {"callback_queued", get_callback_queued, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

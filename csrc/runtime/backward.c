@@ -8,10 +8,9 @@
 /* ---- pre-backward ---- */
 
 static int prefetch_before_backward(struct unit *unit) {
-    if (unit->backward_prefetch != PREFETCH_BACKWARD_PRE && !replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return 0;
-    PyObject *range = profile_begin("FullyShardedDataParallel._pre_backward_prefetch");
-    int result = order_prefetch_backward(unit);
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_backward_prefetch");
+    bool wanted = unit->backward_prefetch == PREFETCH_BACKWARD_PRE || replaced[REPLACED_GET_HANDLE_TO_PREFETCH];
+    int result = wanted ? order_prefetch_backward(unit) : 0;
     profile_end(range);
     return result;
 }
@@ -53,8 +52,10 @@ static int pre_backward(struct unit *unit) {
 }
 
 int unit_pre_backward(struct unit *unit) {
-    if (!unit->runtime || is_prepared(unit))
+    if (!unit->runtime)
         return 0;
+    if (is_prepared(unit)) /* perhaps for a forward under another stream: this one has not waited for the gather */
+        return stream_follow(&unit->runtime->schedule.streams);
     PyObject *range = profile_begin("FullyShardedDataParallel._pre_backward_hook");
     int result = pre_backward(unit);
     profile_end(range);
@@ -71,10 +72,9 @@ static int reshard_in_backward(struct unit *unit) {
 }
 
 static int prefetch_after_backward(struct unit *unit) {
-    if (unit->backward_prefetch != PREFETCH_BACKWARD_POST && !replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return 0;
-    PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_prefetch");
-    int result = order_prefetch_backward(unit);
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._post_backward_prefetch");
+    bool wanted = unit->backward_prefetch == PREFETCH_BACKWARD_POST || replaced[REPLACED_GET_HANDLE_TO_PREFETCH];
+    int result = wanted ? order_prefetch_backward(unit) : 0;
     profile_end(range);
     return result;
 }
@@ -102,12 +102,29 @@ static int keep_unsharded(struct unit *unit) {
     return handle_accumulate_unsharded(unit->handle) < 0 ? -1 : free_and_prefetch(unit);
 }
 
+/* A hook of the user's has set the flat parameter's `.grad` to None. */
+static int post_backward_without_gradient(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    if (!unit->sync_gradients || !handle->sharded || handle->gradients.saved_shard)
+        return free_and_prefetch(unit);
+    PyErr_Format(
+        PyExc_AssertionError,
+        "rank %lld, unit %S: a hook of its flat parameter has set .grad to None before the gradient was reduced, "
+        "which the other ranks wait for: zero the gradient instead, or clear it after backward()",
+        (long long)handle->layout.rank, unit->name);
+    return -1;
+}
+
 static int post_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (runtime_queue_final_callback(unit->runtime) < 0)
         return -1;
     if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || handle_prepare_gradient(handle) < 0)
         return -1;
+    if (handle_call_param_hooks(handle) < 0)
+        return -1;
+    if (!handle_has_new_gradients(handle))
+        return post_backward_without_gradient(unit);
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
 }
 

@@ -3,9 +3,9 @@
 struct hook {
     PyObject_HEAD
     hook_function function;
-    hook_function on_drop; /* or NULL; cleared by the first call */
-    void *target;          /* borrowed */
-    PyObject *owner;       /* owned; or NULL */
+    hook_drop_function on_drop; /* or NULL; cleared by the first call */
+    void *target;               /* borrowed */
+    PyObject *owner;            /* owned; or NULL */
 };
 
 static PyTypeObject *hook_type; /* owned for ever */
@@ -36,7 +36,7 @@ static int hook_clear(PyObject *self) {
 static void run_on_drop(struct hook *hook) {
     PyObject *error_type, *value, *traceback;
     PyErr_Fetch(&error_type, &value, &traceback);
-    if (hook->on_drop(hook->target) < 0)
+    if (hook->on_drop(hook->target, hook) < 0)
         PyErr_WriteUnraisable((PyObject *)Py_TYPE(hook));
     PyErr_Restore(error_type, value, traceback);
 }
@@ -90,7 +90,7 @@ PyObject *hook_new(hook_function function, void *target, PyObject *owner) {
     return (PyObject *)hook;
 }
 
-void hook_on_drop(PyObject *hook, hook_function function) {
+void hook_on_drop(PyObject *hook, hook_drop_function function) {
     ((struct hook *)hook)->on_drop = function;
 }
 

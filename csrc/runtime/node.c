@@ -57,8 +57,8 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
             continue;
         if (requires_grad > 0)
             PyErr_Format(PyExc_RuntimeError,
-                         "rank %lld, unit %S: gradients that themselves require gradients are not supported: call "
-                         "backward() without create_graph=True",
+                         "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() without "
+                         "create_graph=True",
                          (long long)unit->handle->layout.rank, unit->name);
         return -1;
     }
@@ -79,10 +79,15 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
         return NULL;
     }
     int result = refuse_double_backward(unit, args);
+    if (!result) /* under the stream that made the gradients, after which the anchor's hook comes */
+        result = stream_follow(&unit->runtime->schedule.streams);
     if (!result)
         result = watch(unit, args);
+    bool again = handle_has_new_gradients(unit->handle);
     if (!result)
         result = handle_receive(unit->handle, args);
+    if (!result && again) /* the earlier ones were added up here, and may have been made under another stream */
+        result = stream_give_back(&unit->runtime->schedule.streams);
     return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
 }
 
@@ -122,8 +127,13 @@ int node_init(void) {
 
 /* ---- anchor ---- */
 
+/* Under the stream of the first forward: what packs there comes after what the backward did under another one, to which the memory
+ * of the gradients belongs. */
 static int on_all_gradients(void *target) {
-    return unit_post_backward(target);
+    struct unit *unit = target;
+    if (stream_follow(&unit->runtime->schedule.streams) < 0 || unit_post_backward(unit) < 0)
+        return -1;
+    return unit->runtime ? stream_give_back(&unit->runtime->schedule.streams) : 0;
 }
 
 /* The accumulation node of a leaf: what its expansion leads back to. */
@@ -162,6 +172,21 @@ fail:
     return -1;
 }
 
+/* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of more of them. */
+static int forget_hooks(struct unit *unit) {
+    int registered = torch_hooks_registered_since(&unit->hooks_seen);
+    for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(unit->handle->form->views); i++) {
+        PyObject *view = PyTuple_GetItem(unit->handle->form->views, i);
+        PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
+        if (!hooks || (hooks != Py_None && PyObject_SetAttr(view, torch_names._backward_hooks, Py_None) < 0))
+            registered = -1;
+        Py_XDECREF(hooks);
+    }
+    if (registered < 0)
+        Py_CLEAR(unit->hooks_seen);
+    return registered < 0 ? -1 : 0;
+}
+
 int unit_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
@@ -171,7 +196,7 @@ int unit_attach_views(struct unit *unit) {
     if (!enabled)
         torch_set_grad_enabled(true);
     /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit the views */
-    if (unit->anchor || make_anchor(unit) == 0)
+    if (forget_hooks(unit) == 0 && (unit->anchor || make_anchor(unit) == 0))
         views = PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook, NULL);
     if (!enabled)
         torch_set_grad_enabled(false);

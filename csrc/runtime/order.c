@@ -104,10 +104,9 @@ static int prefetch_forward(struct unit *unit) {
 }
 
 int order_prefetch_forward(struct unit *unit) {
-    if (!unit->forward_prefetch && !replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return 0;
-    PyObject *range = profile_begin("FullyShardedDataParallel._pre_forward_prefetch");
-    int result = prefetch_forward(unit);
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward_prefetch");
+    bool wanted = unit->forward_prefetch || replaced[REPLACED_GET_HANDLE_TO_PREFETCH];
+    int result = wanted ? prefetch_forward(unit) : 0;
     profile_end(range);
     return result;
 }

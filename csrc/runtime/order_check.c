@@ -97,14 +97,12 @@ static int append(struct order_check *check, int64_t index) {
 static int warn(struct order_check *check, int64_t index, int64_t expected) {
     static const char *const beginning =
         "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and may give "
-        "incorrect results or hang.\nExpected to ";
+        "incorrect results or hang.\nIn the first iteration came ";
     PyObject *text = PyUnicode_FromFormat(beginning, (long long)check->group.rank), *rest = NULL;
     if (text)
-        rest = expected < 0 ? PyUnicode_FromFormat("%Unot all-gather any more parameters in the forward", text)
-                            : PyUnicode_FromFormat("%Uall-gather for %R", text, names_of(check, expected));
-    int result = rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U but trying to all-gather parameters for %R", rest,
-                                         names_of(check, index))
-                      : -1;
+        rest = expected < 0 ? PyUnicode_FromFormat("%Uno more", text)
+                            : PyUnicode_FromFormat("%U%R next", text, names_of(check, expected));
+    int result = rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U, but %R was run", rest, names_of(check, index)) : -1;
     Py_XDECREF(text);
     Py_XDECREF(rest);
     return result;

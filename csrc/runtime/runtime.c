@@ -1,6 +1,7 @@
 /* A root: lazy init, the start of a step, its end, and the way back after an exception. */
 #include "runtime/runtime.h"
 
+#include <sched.h>
 #include <string.h>
 
 #include "runtime/hook.h"
@@ -62,9 +63,10 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     return init_schedule(runtime);
 }
 
-/* Units outlive their runtime when lazy init failed half-way: they are as before it. */
+/* Units outlive their runtime when lazy init failed half-way: they are as before it. What is still gathered goes with its handle,
+ * after all that was computed on it. */
 static void unbind_units(struct runtime *runtime) {
-    if (schedule_settle(&runtime->schedule) < 0)
+    if (schedule_begin_step(&runtime->schedule) < 0 || schedule_settle(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
@@ -149,10 +151,11 @@ static int final_callback(void *target) {
     return runtime_final_callback(target);
 }
 
-/* The callback goes with the backward it was queued in, called or not. */
-static int backward_raised(void *target) {
+/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go of that, which may be
+ * once another backward runs: its callback is not this one. */
+static int backward_raised(void *target, const void *hook) {
     struct runtime *runtime = target;
-    return runtime->callback_queued ? runtime_reset(runtime) : 0;
+    return runtime->callback_queued && runtime->final_hook == hook ? runtime_reset(runtime) : 0;
 }
 
 int runtime_queue_final_callback(struct runtime *runtime) {
@@ -163,6 +166,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     PyObject *hook = hook_new(final_callback, runtime, runtime->object);
     if (hook)
         hook_on_drop(hook, backward_raised);
+    runtime->final_hook = hook;
     PyObject *done = hook ? PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL) : NULL;
     Py_XDECREF(hook);
     Py_XDECREF(done);
@@ -207,7 +211,7 @@ static int remove_reshard_hook(struct unit *unit) {
 }
 
 static int reset_flags(struct unit *unit) {
-    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->prefetched = false;
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->prefetched = unit->cut_off = false;
     unit->post_forward_index = -1;
     return unit_set_training_state(unit, USE_IDLE);
 }
@@ -238,10 +242,21 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
     return schedule_reduce(unit) < 0 ? -1 : runtime_finish_reduction(runtime);
 }
 
+/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid
+ * their forward, or wait for the backward of the whole. */
+static bool ends(const struct unit *unit) {
+    if (!unit->runtime->num_in_forward)
+        return true;
+    if (!unit->handle)
+        return unit->ran_pre_backward;
+    enum training_state state = unit->handle->training_state;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->prefetched);
+}
+
 static int finalise_units(struct runtime *runtime) {
     if (runtime_finish_reduction(runtime) < 0)
         return -1;
-    for (int64_t i = 0; i < runtime->num_units; i++)
+    for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
         if (reduce_left_over(runtime, runtime->units[i]) < 0)
             return -1;
     bool offload = false;
@@ -249,7 +264,7 @@ static int finalise_units(struct runtime *runtime) {
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        if (unit->handle && reshard_at_the_end(unit) < 0)
+        if (unit->handle && ends(unit) && reshard_at_the_end(unit) < 0)
             return -1;
         offload = offload || (unit->handle && unit->handle->offload);
     }
@@ -257,23 +272,38 @@ static int finalise_units(struct runtime *runtime) {
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
+        if (!ends(unit))
+            continue;
         if (remove_reshard_hook(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || reset_flags(unit) < 0)
             return -1;
     }
     return 0;
 }
 
-int runtime_final_callback(struct runtime *runtime) {
+static int end_backward(struct runtime *runtime) {
     bool enabled = torch_grad_enabled();
     torch_set_grad_enabled(false);
     int result = finalise_units(runtime) < 0 ? -1 : schedule_end_backward(&runtime->schedule);
     torch_set_grad_enabled(enabled);
     if (result < 0)
         return -1;
-    order_next_iteration(runtime);
-    ledger_end_step();
+    if (!runtime->num_in_forward) {
+        order_next_iteration(runtime);
+        ledger_end_step();
+    }
     runtime->callback_queued = false;
     return 0;
+}
+
+int runtime_final_callback(struct runtime *runtime) {
+    if (!runtime->any_cut_off || !runtime->callback_queued || runtime->num_in_forward)
+        return end_backward(runtime);
+    PyObject *cut_off = runtime_take_cut_off(runtime);
+    int result = cut_off ? end_backward(runtime) : -1;
+    if (!result) /* when all is in order again: a warning may be made an error */
+        result = runtime_tell_of_cut_off(runtime, cut_off);
+    Py_XDECREF(cut_off);
+    return result;
 }
 
 int runtime_release(struct runtime *runtime) {
@@ -287,7 +317,7 @@ int runtime_release(struct runtime *runtime) {
 
 /* ---- after an exception ---- */
 
-int runtime_reset(struct runtime *runtime) {
+static int reset(struct runtime *runtime) {
     PyErr_Clear();
     runtime->reducing = NULL;
     if (schedule_join(&runtime->schedule) < 0)
@@ -313,4 +343,24 @@ int runtime_reset(struct runtime *runtime) {
     runtime->num_post = 0;
     runtime->callback_queued = false;
     return schedule_settle(&runtime->schedule);
+}
+
+/* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next forward already: whoever
+ * comes second waits, or what it has gathered meanwhile would be given back. */
+static int wait_for_reset(const struct runtime *runtime, unsigned long thread) {
+    while (runtime->resetting && runtime->resetting != thread) {
+        Py_BEGIN_ALLOW_THREADS sched_yield();
+        Py_END_ALLOW_THREADS
+    }
+    return 0;
+}
+
+int runtime_reset(struct runtime *runtime) {
+    unsigned long thread = PyThread_get_thread_ident();
+    if (runtime->resetting)
+        return wait_for_reset(runtime, thread);
+    runtime->resetting = thread;
+    int result = reset(runtime);
+    runtime->resetting = 0;
+    return result;
 }

@@ -52,14 +52,17 @@ struct unit {
     PyObject *anchor_node; /* owned; keeps the accumulation node, and the hook on it, alive */
     PyObject *anchor_hook; /* owned; a hook that does not own the unit */
     bool views_attached;   /* the views carry history of an earlier forward */
+    PyObject *hooks_seen;  /* owned; the views had no hooks yet when torch's hook of this number was registered */
 
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     int64_t pre_forward_index, post_forward_index; /* place in the runtime's orders, -1 when not recorded */
     bool ran_pre_backward, needs_pre_backward_unshard, prefetched;
+    bool cut_off;                   /* see [Note: units that no gradient can reach] in cut_off.c */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t ledger_index;           /* of its name in the ledger, -1: none */
     stream_event gathered;          /* owned; end of this unit's last all-gather */
+    bool gather_pending;            /* computation has not waited for `gathered` */
     int64_t stepped_in; /* the last step in whose backward the unit's optimizers stepped, as the schedule counts */
 };
 
@@ -91,6 +94,12 @@ int precision_for_forward(struct unit *unit);  /* follows the mode of the wrappe
 int precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
 
+/* cut_off.c: units with trainable parameters that no gradient can reach. */
+int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient. 0 or -1 */
+PyObject *
+runtime_take_cut_off(struct runtime *runtime); /* new list of the names of those that this backward left out, or NULL */
+int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names); /* warn, once. 0 or -1 */
+
 /* backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. */
 int unit_pre_backward(struct unit *unit);
 int unit_post_backward(struct unit *unit);
@@ -114,6 +123,10 @@ struct runtime {
     int64_t backward_prefetch_limit, forward_prefetch_limit; /* units that are gathered ahead of the current one */
     struct order_check *order_check;                         /* owned; NULL unless the order is validated */
     bool callback_queued;
+    int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it */
+    bool any_cut_off, told_of_cut_off;
+    const void *final_hook;  /* what was queued last: compared, never followed */
+    unsigned long resetting; /* the thread that does so now, or 0 */
     struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };

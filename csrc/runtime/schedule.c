@@ -89,9 +89,9 @@ static int give_all_back(struct runtime *runtime) {
 /* On the unshard stream, to which the memory belongs from then on. */
 int schedule_reserve(struct runtime *runtime) {
     struct schedule *schedule = &runtime->schedule;
-    if (schedule->reserved || !streams_are_real(&schedule->streams))
+    if (schedule->pool.reserved || !streams_are_real(&schedule->streams))
         return 0;
-    schedule->reserved = true;
+    schedule->pool.reserved = true;
     if (stream_enter(&schedule->streams, STREAM_UNSHARD) < 0)
         return -1;
     int result = take_all(runtime);
@@ -112,20 +112,28 @@ int schedule_begin_step(struct schedule *schedule) {
 
 /* ---- rate limiter: the host runs at most LIMITER_DEPTH frees ahead of the device (D-034) ---- */
 
-static int limiter_wait(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    if (!unit->limit_all_gathers || schedule->limiter_count < LIMITER_DEPTH)
+static int wait_for_free(struct schedule *schedule) {
+    if (schedule->limiter_count < LIMITER_DEPTH)
         return 0;
-    PyObject *range = profile_begin("FullyShardedDataParallel.rate_limiter");
     stream_event oldest = schedule->limiter[schedule->limiter_first];
     schedule->limiter_first = (schedule->limiter_first + 1) % LIMITER_DEPTH;
     schedule->limiter_count--;
-    int result = stream_synchronize(&schedule->streams, oldest);
+    return stream_synchronize(&schedule->streams, oldest);
+}
+
+/* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight: as upstream's. */
+static int limiter_wait(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (!unit->limit_all_gathers || schedule->num_frees < LIMITER_DEPTH)
+        return 0;
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel.rate_limiter");
+    int result = wait_for_free(schedule);
     profile_end(range);
     return result;
 }
 
 static int limiter_note_free(struct schedule *schedule) {
+    schedule->num_frees++;
     if (!streams_are_real(&schedule->streams))
         return 0;
     if (schedule->limiter_count ==
@@ -176,10 +184,12 @@ static int take_changes(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct handle *handle = unit->handle;
     bool has_stepped = unit->stepped_in == schedule->num_begins;
-    handle->changes_taken = handle->copied_changes = false;
+    handle->changes_taken = false;
     if (handle_take_changes(handle) < 0)
         return -1;
-    return handle->copied_changes || has_stepped ? schedule_begin_step(schedule) : 0;
+    bool is_behind = handle->copied_changes || has_stepped;
+    handle->copied_changes = false;
+    return is_behind ? schedule_begin_step(schedule) : 0;
 }
 
 /* What the gather reads is made beside the gather before it, and while the host waits for the limiter. */
@@ -235,11 +245,13 @@ int schedule_unshard(struct unit *unit) {
         explain_failure(unit, gather_phase(unit), false);
     else
         result = stream_record(streams, STREAM_UNSHARD, &unit->gathered);
+    unit->gather_pending = !result;
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
 int schedule_wait_unsharded(struct unit *unit) {
-    bool pending = unit->handle->param_state == PARAM_UNSHARDING && !is_there(unit);
+    bool pending = unit->gather_pending;
+    unit->gather_pending = false;
     if (handle_unshard_wait(unit->handle) < 0)
         return explain_failure(unit, gather_phase(unit), true);
     return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
@@ -359,12 +371,17 @@ int schedule_settle(struct schedule *schedule) {
 
 /* The script may call a backward under another stream than its forward. */
 int schedule_end_backward(struct schedule *schedule) {
-    return schedule_settle(schedule) < 0 ? -1 : stream_follow(&schedule->streams);
+    struct streams *streams = &schedule->streams;
+    if (schedule_settle(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0)
+        return -1;
+    streams->num_former = 0;
+    return 0;
 }
 
+/* The stream of the gathers has waited for what they read. */
 int schedule_join(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    for (int role = STREAM_COMPUTE + 1; role < STREAM_ROLES; role++) {
+    for (int role = STREAM_UNSHARD; role < STREAM_ROLES; role++) {
         if (stream_record(streams, (enum stream_role)role, &schedule->joined) < 0 ||
             stream_wait(streams, STREAM_COMPUTE, schedule->joined) < 0)
             return -1;

@@ -35,8 +35,8 @@ struct schedule {
     bool reducing;              /* the compute stream has not waited for `all_reduced` */
     PyObject *scattered_output; /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
     struct pool pool;
-    bool reserved;                       /* the pool holds what the steps will want */
     stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */
+    int64_t num_frees;                   /* since lazy init */
     int limiter_first, limiter_count;
 };
 

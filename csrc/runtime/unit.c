@@ -62,6 +62,7 @@ int unit_clear(struct unit *unit) {
     Py_CLEAR(unit->anchor_hook);
     Py_CLEAR(unit->anchor_node);
     Py_CLEAR(unit->anchor);
+    Py_CLEAR(unit->hooks_seen);
     Py_CLEAR(unit->reshard_hook);
     Py_CLEAR(unit->module_ref);
     Py_CLEAR(unit->runtime_object);
@@ -186,10 +187,8 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool cast = casts_inputs(unit);
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
-    PyObject *range = mover ? profile_begin("FullyShardedDataParallel._to_kwargs") : NULL;
     PyObject *converted = call_tree("convert_inputs", *args, *kwargs, mover ? mover->device : Py_None,
                                     cast ? unit->param_dtype : Py_None);
-    profile_end(range);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -200,6 +199,13 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     }
     Py_DECREF(converted);
     return parsed ? 0 : -1;
+}
+
+static int profiled_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    PyObject *range = unit->is_root ? profile_begin_inner("FullyShardedDataParallel._to_kwargs") : NULL;
+    int result = convert_inputs(unit, args, kwargs);
+    profile_end(range);
+    return result;
 }
 
 /* ---- pre-forward ---- */
@@ -296,7 +302,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
         return -1;
     if (unit->handle && unshard_for_forward(unit) < 0)
         return -1;
-    if (convert_inputs(unit, args, kwargs) < 0 || register_post_backward_hook(unit) < 0)
+    if (profiled_convert_inputs(unit, args, kwargs) < 0 || register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
@@ -312,7 +318,7 @@ static int cast_buffers(struct unit *unit) {
 static int root_pre_forward(struct unit *unit) {
     if (!unit->is_root)
         return 0;
-    PyObject *range = profile_begin("FullyShardedDataParallel._root_pre_forward");
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._root_pre_forward");
     int result = unit->full_precision_in_eval ? cast_buffers(unit) : 0;
     if (!result)
         result = runtime_root_pre_forward(unit->runtime);
@@ -326,18 +332,26 @@ static int pre_backward(void *target) {
     return unit_pre_backward(target);
 }
 
+/* Hook ids of torch count up from 0. */
+static int add_hook(PyObject *hooks, PyObject *hook) {
+    PyObject *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
+    int result = key ? PyObject_SetItem(hooks, key, hook) : -1;
+    Py_XDECREF(key);
+    return result;
+}
+
 /* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
 static int hook_first(PyObject *tensor, PyObject *hook) {
-    static PyObject *ordered_dict, *key; /* owned for ever; hook ids of torch count up from 0 */
-    if (!key) {
+    static PyObject *ordered_dict; /* owned for ever */
+    if (!ordered_dict) {
         PyObject *collections = PyImport_ImportModule("collections");
         ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
         Py_XDECREF(collections);
-        if (!ordered_dict || !(key = PyLong_FromLong(-1)))
+        if (!ordered_dict)
             return -1;
     }
     PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL, *done = NULL;
-    int result = hooks ? PyObject_SetItem(hooks, key, hook) : -1;
+    int result = hooks ? add_hook(hooks, hook) : -1;
     if (!result)
         result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
     if (!result)
@@ -356,17 +370,10 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     int requires_grad = torch_requires_grad(tensor);
     if (requires_grad <= 0)
         return requires_grad;
-    PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks), *handle = NULL;
-    int result = hooks ? 0 : -1;
-    if (hooks == Py_None) {
-        result = hook_first(tensor, hook);
-    } else if (hooks) {
-        handle = PyObject_CallMethodObjArgs(tensor, torch_names.register_hook, hook, NULL);
-        result = handle ? 0 : -1;
-    }
+    PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
+    int result = !hooks ? -1 : hooks == Py_None ? hook_first(tensor, hook) : add_hook(hooks, hook);
     (*hooked)++;
     Py_XDECREF(hooks);
-    Py_XDECREF(handle);
     return result;
 }
 
@@ -412,12 +419,14 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
 /* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
     int64_t hooked = 0;
-    unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = false;
     if (!torch_grad_enabled())
         return 0;
     PyObject *hook = hook_new(pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(output, hook, &hooked) : -1;
     Py_XDECREF(hook);
+    if (!result && !hooked)
+        return unit_note_cut_off(unit);
     unit->needs_pre_backward_unshard = hooked > 0 && unit->handle;
     if (unit->needs_pre_backward_unshard)
         unit->graph_precision = (enum precision)(unit->handle->form - unit->handle->forms);
@@ -458,11 +467,23 @@ static int post_forward(struct unit *unit, PyObject **output) {
 
 /* ---- forward ---- */
 
+/* A layer of another unit, called past that unit, has failed on a parameter that is sharded: said in the exception itself. */
+static void explain_error(const struct unit *unit, PyObject *error, PyObject *traceback) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    if (!module || !error || !traceback || PyException_SetTraceback(error, traceback) < 0)
+        return;
+    PyObject *done = PyObject_CallMethod(module, "_explain_error", "O", error);
+    Py_XDECREF(done);
+}
+
 /* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is its whole tree's:
  * units that had finished wait for a backward that will not come. */
 static void abandon_forward(struct unit *unit) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    explain_error(unit, value, traceback);
+    PyErr_Clear();
     unit_set_training_state(unit, USE_IDLE);
     unit->prefetched = false;
     if (unit->handle) {
@@ -492,7 +513,7 @@ static int ensure_lazy_init(struct unit *unit) {
 static int profiled_pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (root_pre_forward(unit) < 0)
         return -1;
-    PyObject *range = profile_begin("FullyShardedDataParallel._pre_forward");
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward");
     int result = pre_forward(unit, args, kwargs);
     profile_end(range);
     return result;
@@ -508,6 +529,7 @@ static int profiled_post_forward(struct unit *unit, PyObject **output) {
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
     uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD);
+    unit->runtime->num_in_forward++;
     Py_INCREF(args);
     Py_INCREF(kwargs);
     if (profiled_pre_forward(unit, &args, &kwargs) == 0)
@@ -516,6 +538,7 @@ static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *arg
         Py_CLEAR(output);
     if (!output)
         abandon_forward(unit);
+    unit->runtime->num_in_forward--;
     ledger_leave(place);
     Py_DECREF(args);
     Py_DECREF(kwargs);

@@ -4,7 +4,6 @@
 
 #include "torch/names.h"
 #include "torch/tensor.h"
-#include "torch/trace.h"
 
 static int64_t live_nbytes, peak_nbytes;
 static PyObject *zero; /* owned for ever: the size of a freed storage */
@@ -78,14 +77,12 @@ int buffer_alloc(struct buffer *buffer) {
     tensor_prefer_large_pages(&buffer->view);
     buffer->allocated = true;
     count(buffer, buffer->nbytes);
-    trace_tensor(buffer->counted ? "alloc" : "alloc_shard", buffer->tensor);
     return 0;
 }
 
 int buffer_free(struct buffer *buffer) {
     if (!buffer->allocated)
         return 0;
-    trace_tensor("free", buffer->tensor);
     if (resize(buffer, zero) < 0)
         return -1;
     buffer->view.data = NULL;

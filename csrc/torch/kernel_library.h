@@ -1,4 +1,6 @@
-/* Which kernels run on a device: those of this module, or those of the CUDA library beside it, loaded when first wanted. */
+/* Which kernels run on a device: those of this module, or those of the CUDA library beside it, loaded when first wanted.
+ *
+ * FSDP_C_CUDA_KERNELS=path in the environment names another library, for tests. */
 #ifndef FSDP_TORCH_KERNEL_LIBRARY_H
 #define FSDP_TORCH_KERNEL_LIBRARY_H
 

@@ -2,7 +2,6 @@
 
 #include "torch/tensor.h"
 #include "torch/torch_abi.h"
-#include "torch/trace.h"
 
 struct torch_names torch_names;
 
@@ -32,6 +31,13 @@ static int find_queue_callback(void) {
     return result;
 }
 
+static int find_removable_handle(void) {
+    PyObject *module = PyImport_ImportModule("torch.utils.hooks");
+    int result = module ? find(module, "RemovableHandle", &torch_names.removable_handle) : -1;
+    Py_XDECREF(module);
+    return result;
+}
+
 int torch_names_init(void) {
     if (torch_names.queue_callback)
         return 0;
@@ -48,7 +54,7 @@ int torch_names_init(void) {
         goto done;
     if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0)
         goto done;
-    result = find_queue_callback();
+    result = find_removable_handle() < 0 ? -1 : find_queue_callback();
 done:
     Py_XDECREF(torch);
     Py_XDECREF(nn);
@@ -66,8 +72,6 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
 
 PyObject *torch_empty_like(PyObject *tensor) {
     PyObject *result = PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
-    if (result)
-        trace_tensor("new", result);
     return result;
 }
 
@@ -81,8 +85,6 @@ PyObject *torch_empty_pinned_like(PyObject *tensor) {
     PyObject *result = args && kwargs ? PyObject_Call(torch_names.empty_like, args, kwargs) : NULL;
     Py_XDECREF(args);
     Py_XDECREF(kwargs);
-    if (result)
-        trace_tensor("host", result);
     return result;
 }
 
@@ -96,7 +98,7 @@ int torch_set_grad(PyObject *tensor, PyObject *grad) {
 
 /* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not the end. The
  * exception stays set. */
-static void restore_data(PyObject *tensor, PyObject *data) {
+void torch_restore_data(PyObject *tensor, PyObject *data) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     if (torch_set_data(tensor, data) < 0)
@@ -111,7 +113,7 @@ int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
     if (!result) {
         result = torch_set_grad(tensor, grad);
         if (result < 0 || (result = torch_set_data(tensor, data)) < 0)
-            restore_data(tensor, data);
+            torch_restore_data(tensor, data);
     }
     Py_XDECREF(data);
     return result;
@@ -155,6 +157,16 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
         result = torch_data(view);
     Py_DECREF(data);
     Py_XDECREF(view);
+    return result;
+}
+
+/* Every handle takes the next number of all, so that the number is another object as soon as there was one more. */
+int torch_hooks_registered_since(PyObject **seen) {
+    PyObject *next = PyObject_GetAttr(torch_names.removable_handle, torch_names.next_id);
+    if (!next)
+        return -1;
+    int result = next != *seen;
+    ref_set(seen, next);
     return result;
 }
 

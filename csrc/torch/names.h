@@ -24,8 +24,9 @@
     X(materialize_grads)                                                                                               \
     X(non_differentiable)                                                                                              \
     X(_backward_hooks)                                                                                                 \
+    X(_post_accumulate_grad_hooks)                                                                                     \
+    X(next_id)                                                                                                         \
     X(_register_hook_dict)                                                                                             \
-    X(register_hook)                                                                                                   \
     X(view)                                                                                                            \
     X(detach_)                                                                                                         \
     X(training)
@@ -40,7 +41,8 @@ struct torch_names {
     PyObject *empty_like;     /* torch.empty_like */
     PyObject *split_with_sizes;
     PyObject *is_inference_mode_enabled;
-    PyObject *queue_callback; /* of the autograd engine */
+    PyObject *queue_callback;   /* of the autograd engine */
+    PyObject *removable_handle; /* torch.utils.hooks.RemovableHandle */
 };
 
 extern struct torch_names torch_names;
@@ -54,6 +56,7 @@ PyObject *torch_empty_like(PyObject *tensor);
 PyObject *torch_empty_pinned_like(PyObject *tensor); /* in CPU memory, pinned where there is a GPU to copy from */
 
 int torch_set_data(PyObject *tensor, PyObject *data);         /* tensor.data = data */
+void torch_restore_data(PyObject *tensor, PyObject *data);    /* where it must succeed; an exception stays set */
 int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = grad; Py_None clears */
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* of any shape and dtype */
 PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, Py_None when absent */
@@ -63,6 +66,10 @@ PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no 
 
 /* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of autograd. */
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides);
+
+/* Has anybody in this process registered a hook with torch since the call before with the same `*seen`, which is NULL at first?
+ * Looking at a tensor's hooks is 20 times slower. 1, 0, or -1 and `*seen` is as it was. */
+int torch_hooks_registered_since(PyObject **seen /* owned by the caller */);
 
 bool torch_inference_mode(void);
 

@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "torch/ref.h"
+
 static int is_cuda(PyObject *device) {
     PyObject *type = PyObject_GetAttrString(device, "type");
     int result = type ? PyUnicode_CompareWithASCIIString(type, "cuda") == 0 : -1;
@@ -62,6 +64,19 @@ int pool_init(struct pool *pool, PyObject *device) {
         return 0;
     pool_fini(pool);
     return -1;
+}
+
+int pool_empty(struct pool *pool) {
+    if (!pool->pool || !pool->reserved)
+        return 0;
+    PyObject *module = PyImport_ImportModule("torch.cuda");
+    PyObject *fresh = module ? new_pool(module, pool->device) : NULL;
+    Py_XDECREF(module);
+    if (!fresh)
+        return -1;
+    ref_set(&pool->pool, fresh);
+    pool->reserved = false;
+    return 0;
 }
 
 void pool_fini(struct pool *pool) {

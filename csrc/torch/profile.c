@@ -1,10 +1,13 @@
 #include "torch/profile.h"
 
+#include <stdbool.h>
+
 #include "torch/names.h"
 
 static PyObject *profiler;        /* owned for ever; the dict of torch.autograd.profiler */
 static PyObject *enabled_key;     /* owned for ever */
 static PyObject *record_function; /* owned for ever */
+static bool is_on;                /* when an outer range was last opened, or would have been */
 
 int profile_init(void) {
     if (record_function)
@@ -20,7 +23,12 @@ int profile_init(void) {
 }
 
 PyObject *profile_begin(const char *name) {
-    if (PyDict_GetItemWithError(profiler, enabled_key) != Py_True)
+    is_on = PyDict_GetItemWithError(profiler, enabled_key) == Py_True;
+    return profile_begin_inner(name);
+}
+
+PyObject *profile_begin_inner(const char *name) {
+    if (!is_on)
         return NULL;
     PyObject *range = PyObject_CallFunction(record_function, "s", name);
     PyObject *entered = range ? PyObject_CallMethod(range, "__enter__", NULL) : NULL;

@@ -10,6 +10,9 @@ int profile_init(void); /* 0, or -1 with an exception */
 /* Open a range. NULL, without an exception, when no profiler is on or the range cannot be opened. */
 PyObject *profile_begin(const char *name);
 
+/* The same for a range directly inside one: whether a profiler is on is not asked anew. */
+PyObject *profile_begin_inner(const char *name);
+
 /* Close it; NULL is legal. A pending exception stays as it is. */
 void profile_end(PyObject *range);
 

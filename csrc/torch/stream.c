@@ -5,7 +5,6 @@
 
 #include "torch/ref.h"
 #include "torch/torch_abi.h"
-#include "torch/trace.h"
 
 /* ---- the driver's functions, found where CUDA is ---- */
 
@@ -17,6 +16,7 @@ static struct {
     int (*record)(void *event, void *stream);
     int (*synchronize)(void *event);
     int (*wait)(void *stream, void *event, unsigned flags);
+    int (*is_capturing)(void *stream, int *status);
     int (*context_of_stream)(void *stream, void **context);
     int (*current_context)(void **context);
     int (*push_context)(void *context);
@@ -38,6 +38,7 @@ static int driver_init(void) {
         find_symbol(library, "cuEventRecord", &driver.record) &&
         find_symbol(library, "cuEventSynchronize", &driver.synchronize) &&
         find_symbol(library, "cuStreamWaitEvent", &driver.wait) &&
+        find_symbol(library, "cuStreamIsCapturing", &driver.is_capturing) &&
         find_symbol(library, "cuStreamGetCtx", &driver.context_of_stream) &&
         find_symbol(library, "cuCtxGetCurrent", &driver.current_context) &&
         find_symbol(library, "cuCtxPushCurrent_v2", &driver.push_context) &&
@@ -72,9 +73,9 @@ static void pop_context(bool pushed) {
         driver.pop_context(&context);
 }
 
-/* ---- the CUDA backend ---- */
+/* ---- on CUDA ---- */
 
-static int cuda_set(struct streams *streams, enum stream_role role) {
+static int set_current(struct streams *streams, enum stream_role role) {
     PyObject *done = PyObject_CallFunctionObjArgs(streams->set_stream, streams->objects[role], NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;
@@ -113,17 +114,36 @@ static int adopt_current(struct streams *streams) {
                         PyObject_CallMethod(streams->cuda, "current_stream", "O", streams->device));
 }
 
+/* Whether a CUDA graph is made of what is enqueued there. */
+static bool is_capturing(const struct streams *streams) {
+    int status = 0;
+    return driver.is_capturing(streams->raw[STREAM_COMPUTE], &status) == 0 && status != 0;
+}
+
+static void add_former(struct streams *streams, void *raw) {
+    for (int i = 0; i < streams->num_former && i < MOST_FORMER; i++)
+        if (streams->former[i] == raw)
+            return;
+    streams->former[streams->num_former++ % MOST_FORMER] = raw;
+}
+
+/* A capture takes no wait for what is outside of it; whoever begins one has synchronised the device. */
 static int hand_over(struct streams *streams) {
+    void *former = streams->raw[STREAM_COMPUTE];
+    bool was_capturing = is_capturing(streams);
     if (record_on(streams, STREAM_COMPUTE, &streams->followed) < 0 || adopt_current(streams) < 0)
         return -1;
+    if (is_capturing(streams) && !was_capturing)
+        return 0;
+    add_former(streams, former);
     return wait_on(streams, STREAM_COMPUTE, streams->followed);
 }
 
 /* A script may run its steps, parts of a model, or a backward under other streams than the rest; and the engine runs a unit's
  * hook under the stream that was current when its anchor was made. */
-static int cuda_follow(struct streams *streams) {
+int stream_follow(struct streams *streams) {
     bool pushed;
-    if (streams->entered || is_followed(streams))
+    if (!streams_are_real(streams) || streams->entered || is_followed(streams))
         return 0;
     if (!streams->objects[STREAM_COMPUTE])
         return adopt_current(streams);
@@ -134,26 +154,49 @@ static int cuda_follow(struct streams *streams) {
     return result;
 }
 
+static int give_back(struct streams *streams) {
+    int result = record_on(streams, STREAM_COMPUTE, &streams->followed);
+    for (int i = 0; !result && i < streams->num_former && i < MOST_FORMER; i++)
+        if (streams->former[i] != streams->raw[STREAM_COMPUTE])
+            result = driver_check(driver.wait(streams->former[i], streams->followed, 0), "cuStreamWaitEvent");
+    return result;
+}
+
+int stream_give_back(struct streams *streams) {
+    bool pushed;
+    if (!streams->num_former)
+        return 0;
+    if (stream_follow(streams) < 0 || push_context(streams, &pushed) < 0)
+        return -1;
+    int result = is_capturing(streams) ? 0 : give_back(streams); /* a graph has memory of its own */
+    pop_context(pushed);
+    return result;
+}
+
 /* To set a stream makes its device the current one. */
-static int cuda_enter(struct streams *streams, enum stream_role role) {
+static int enter(struct streams *streams, enum stream_role role) {
     void *context = current_context();
     Py_CLEAR(streams->left_device);
-    if (cuda_follow(streams) < 0)
+    if (stream_follow(streams) < 0)
         return -1;
     if (context && context != streams->context) {
         ref_set(&streams->left_device, PyObject_CallMethod(streams->cuda, "current_device", NULL));
         if (!streams->left_device)
             return -1;
     }
-    streams->entered = cuda_set(streams, role) == 0;
+    streams->entered = set_current(streams, role) == 0;
     return streams->entered ? 0 : -1;
+}
+
+int stream_enter(struct streams *streams, enum stream_role role) {
+    return streams_are_real(streams) ? enter(streams, role) : 0;
 }
 
 static int leave(struct streams *streams) {
     PyObject *left = streams->left_device;
     streams->left_device = NULL;
     streams->entered = false;
-    int result = cuda_set(streams, STREAM_COMPUTE);
+    int result = set_current(streams, STREAM_COMPUTE);
     PyObject *done = !result && left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
     if (left && !done)
         result = -1;
@@ -163,7 +206,9 @@ static int leave(struct streams *streams) {
 }
 
 /* What was done in between may have failed: its exception stays. */
-static int cuda_leave(struct streams *streams) {
+int stream_leave(struct streams *streams) {
+    if (!streams_are_real(streams))
+        return 0;
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     int result = leave(streams);
@@ -172,27 +217,33 @@ static int cuda_leave(struct streams *streams) {
     return result;
 }
 
-static int cuda_record(struct streams *streams, enum stream_role role, stream_event *event) {
+int stream_record(struct streams *streams, enum stream_role role, stream_event *event) {
     bool pushed;
-    if (cuda_follow(streams) < 0 || push_context(streams, &pushed) < 0)
+    if (!streams_are_real(streams))
+        return 0;
+    if (stream_follow(streams) < 0 || push_context(streams, &pushed) < 0)
         return -1;
     int result = record_on(streams, role, event);
     pop_context(pushed);
     return result;
 }
 
-static int cuda_wait(struct streams *streams, enum stream_role role, stream_event event) {
+int stream_wait(struct streams *streams, enum stream_role role, stream_event event) {
     bool pushed;
-    if (cuda_follow(streams) < 0 || push_context(streams, &pushed) < 0)
+    if (!event)
+        return 0;
+    if (stream_follow(streams) < 0 || push_context(streams, &pushed) < 0)
         return -1;
     int result = wait_on(streams, role, event);
     pop_context(pushed);
     return result;
 }
 
-static int cuda_synchronize(struct streams *streams, stream_event event) {
+int stream_synchronize(struct streams *streams, stream_event event) {
     bool pushed;
     int code;
+    if (!event)
+        return 0;
     if (push_context(streams, &pushed) < 0)
         return -1;
     Py_BEGIN_ALLOW_THREADS code = driver.synchronize(event);
@@ -200,13 +251,14 @@ static int cuda_synchronize(struct streams *streams, stream_event event) {
     return driver_check(code, "cuEventSynchronize");
 }
 
-static void cuda_destroy(struct streams *streams, stream_event event) {
+void stream_event_destroy(struct streams *streams, stream_event *event) {
     (void)streams;
-    driver.destroy(event);
+    if (*event)
+        driver.destroy(*event);
+    *event = NULL;
 }
 
-static const struct stream_backend cuda_backend = {cuda_follow, cuda_enter,       cuda_leave,  cuda_record,
-                                                   cuda_wait,   cuda_synchronize, cuda_destroy};
+/* ---- life ---- */
 
 static int read_index(PyObject *device, int32_t *index) {
     PyObject *value = PyObject_GetAttrString(device, "index");
@@ -227,7 +279,6 @@ static int cuda_init(struct streams *streams, PyObject *device) {
     if (driver_init() < 0 || !(streams->cuda = PyImport_ImportModule("torch.cuda")))
         return -1;
     int result = read_index(device, &streams->device_index);
-    streams->backend = &cuda_backend;
     streams->device = Py_NewRef(device);
     if (!result)
         result = (streams->set_stream = PyObject_GetAttrString(streams->cuda, "set_stream")) ? 0 : -1;
@@ -236,70 +287,11 @@ static int cuda_init(struct streams *streams, PyObject *device) {
     if (!result)
         result =
             driver_check(driver.context_of_stream(streams->raw[STREAM_UNSHARD], &streams->context), "cuStreamGetCtx");
-    return result ? -1 : cuda_follow(streams);
+    return result ? -1 : stream_follow(streams);
 }
-
-/* ---- the recording backend: an event is a number ---- */
-
-static void *event_of_number(uintptr_t number) {
-    return (void *)number; /* never followed */
-}
-
-static int recording_follow(struct streams *streams) {
-    (void)streams;
-    return 0;
-}
-
-static int recording_enter(struct streams *streams, enum stream_role role) {
-    (void)streams;
-    trace_stream("enter", (int)role, 0);
-    return 0;
-}
-
-static int recording_leave(struct streams *streams) {
-    (void)streams;
-    trace_stream("leave", -1, 0);
-    return 0;
-}
-
-static int recording_record(struct streams *streams, enum stream_role role, stream_event *event) {
-    static uintptr_t last;
-    (void)streams;
-    if (!*event)
-        *event = event_of_number(++last);
-    trace_stream("record", (int)role, (size_t)*event);
-    return 0;
-}
-
-static int recording_wait(struct streams *streams, enum stream_role role, stream_event event) {
-    (void)streams;
-    trace_stream("wait", (int)role, (size_t)event);
-    return 0;
-}
-
-static int recording_synchronize(struct streams *streams, stream_event event) {
-    (void)streams;
-    trace_stream("synchronize", -1, (size_t)event);
-    return 0;
-}
-
-static void recording_destroy(struct streams *streams, stream_event event) {
-    (void)streams;
-    trace_stream("destroy", -1, (size_t)event);
-}
-
-static const struct stream_backend recording_backend = {recording_follow, recording_enter, recording_leave,
-                                                        recording_record, recording_wait,  recording_synchronize,
-                                                        recording_destroy};
-
-/* ---- life ---- */
 
 int streams_init(struct streams *streams, PyObject *device) {
     memset(streams, 0, sizeof *streams);
-    if (trace_recorder) {
-        streams->backend = &recording_backend;
-        return 0;
-    }
     PyObject *type = PyObject_GetAttrString(device, "type");
     if (!type)
         return -1;
@@ -320,36 +312,4 @@ void streams_fini(struct streams *streams) {
     Py_CLEAR(streams->device);
     Py_CLEAR(streams->left_device);
     memset(streams, 0, sizeof *streams);
-}
-
-/* ---- verbs ---- */
-
-int stream_follow(struct streams *streams) {
-    return streams->backend ? streams->backend->follow(streams) : 0;
-}
-
-int stream_enter(struct streams *streams, enum stream_role role) {
-    return streams->backend ? streams->backend->enter(streams, role) : 0;
-}
-
-int stream_leave(struct streams *streams) {
-    return streams->backend ? streams->backend->leave(streams) : 0;
-}
-
-int stream_record(struct streams *streams, enum stream_role role, stream_event *event) {
-    return streams->backend ? streams->backend->record(streams, role, event) : 0;
-}
-
-int stream_wait(struct streams *streams, enum stream_role role, stream_event event) {
-    return streams->backend && event ? streams->backend->wait(streams, role, event) : 0;
-}
-
-int stream_synchronize(struct streams *streams, stream_event event) {
-    return streams->backend && event ? streams->backend->synchronize(streams, event) : 0;
-}
-
-void stream_event_destroy(struct streams *streams, stream_event *event) {
-    if (streams->backend && *event)
-        streams->backend->destroy(streams, *event);
-    *event = NULL;
 }

@@ -1,8 +1,7 @@
 /* Streams and events behind one interface: real on CUDA, nothing on the CPU.
  *
  * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a point of a stream,
- * and another stream waits for it. The backend is a table of functions: while a recorder is set (trace.h), new streams are
- * ones that tell it what is asked of them, on any device. */
+ * and another stream waits for it. */
 #ifndef FSDP_TORCH_STREAM_H
 #define FSDP_TORCH_STREAM_H
 
@@ -22,23 +21,9 @@ enum stream_role {
 
 typedef void *stream_event; /* NULL: nothing to wait for */
 
-struct streams;
-
-struct stream_backend {
-    /* The compute stream is the one that is current now, and comes after what the one before it was given. Every other verb
-     * begins with it. 0 or -1 */
-    int (*follow)(struct streams *streams);
-    int (*enter)(struct streams *streams, enum stream_role role); /* work is enqueued there from now on. 0 or -1 */
-    int (*leave)(struct streams *streams); /* back to the compute stream; an exception that is set stays */
-    int (*record)(struct streams *streams, enum stream_role role,
-                  stream_event *event); /* reuses *event when not NULL */
-    int (*wait)(struct streams *streams, enum stream_role role, stream_event event);
-    int (*synchronize)(struct streams *streams, stream_event event); /* the host waits */
-    void (*destroy)(struct streams *streams, stream_event event);
-};
+enum { MOST_FORMER = 4 };
 
 struct streams {
-    const struct stream_backend *backend;
     PyObject *objects[STREAM_ROLES]; /* owned; torch streams, NULL on the CPU */
     void *raw[STREAM_ROLES];         /* borrowed from objects */
     PyObject *cuda;                  /* owned; torch.cuda, NULL on the CPU */
@@ -49,6 +34,9 @@ struct streams {
     void *context;         /* the driver's, of the device */
     PyObject *left_device; /* owned; index of the current device that stream_enter left for this one, or NULL */
     stream_event followed; /* owned; where the compute stream was another one */
+    void *
+        former[MOST_FORMER]; /* raw; what was the compute stream before, the last ones, since the last backward ended */
+    int num_former;
 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */
@@ -56,16 +44,22 @@ int streams_init(struct streams *streams, PyObject *device);
 void streams_fini(struct streams *streams);
 
 static inline bool streams_are_real(const struct streams *streams) {
-    return streams->backend != NULL;
+    return streams->device != NULL;
 }
 
-/* Each is a no-op without a backend, and with a NULL event. */
+/* Each does nothing on the CPU, and with a NULL event. 0 or -1. */
+
+/* The compute stream is the one that is current now, and comes after what the one before it was given. Every other verb begins with
+ * it. */
 int stream_follow(struct streams *streams);
-int stream_enter(struct streams *streams, enum stream_role role);
-int stream_leave(struct streams *streams);
-int stream_record(struct streams *streams, enum stream_role role, stream_event *event);
+/* What was the compute stream before waits for what is now: memory that was taken there has been used and given back here. */
+int stream_give_back(struct streams *streams);
+int stream_enter(struct streams *streams, enum stream_role role); /* work is enqueued there from now on */
+int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
+int stream_record(struct streams *streams, enum stream_role role,
+                  stream_event *event); /* reuses *event when not NULL */
 int stream_wait(struct streams *streams, enum stream_role role, stream_event event);
-int stream_synchronize(struct streams *streams, stream_event event);
+int stream_synchronize(struct streams *streams, stream_event event); /* the host waits */
 void stream_event_destroy(struct streams *streams, stream_event *event);
 
 #endif

@@ -16,6 +16,7 @@ from torch import Tensor
 from fsdp_c.checkpoint.converting import MAX_RANKS, format_of, open_sink
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.formats import FORMATS, open_source
+from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.rank_files import is_flat
 from fsdp_c.checkpoint.sources import Info, Source
 from fsdp_c.checkpoint.torch_files import NamedSource, RankFilesSource, TorchSource
@@ -138,7 +139,7 @@ def selected(source: Source, name: str | None) -> dict[str, tuple[str, Info]]:
     return found
 
 
-def _below(path: Sequence[Any], name: str) -> tuple[Any, ...]:
+def _below(path: PathInDict, name: str) -> PathInDict:
     """What of a path in the nested dict is left below ``name``; () where the dict is not divided there."""
     for depth in range(1, len(path)):
         if ".".join(map(str, path[:depth])) == name and isinstance(path[depth], str):
@@ -182,7 +183,7 @@ def _dtype(info: Info) -> str:
     return str(info.dtype).removeprefix("torch.")
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -275,7 +276,7 @@ def _diff(args: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def _difference(left: Any, right: Any, tolerance: float) -> str | None:
+def _difference(left: object, right: object, tolerance: float) -> str | None:
     """In words, None for none."""
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         same = type(left) is type(right) and _same(left, right)
@@ -290,7 +291,7 @@ def _difference(left: Any, right: Any, tolerance: float) -> str | None:
     return "; ".join(filter(None, [of_dtype, of_values])) or None
 
 
-def _same(left: Any, right: Any) -> bool:
+def _same(left: object, right: object) -> bool:
     try:
         return bool(left == right)
     except Exception:  # values that hold tensors do not compare

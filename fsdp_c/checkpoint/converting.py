@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import uuid
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -17,9 +18,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from fsdp_c.aliases import StateDict
 from fsdp_c.checkpoint.folder import CheckpointError, discard, is_checkpoint, make_temporary, sync_folder
 from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
+from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.checkpoint.storage import finish_folder, storage_info
@@ -107,9 +111,9 @@ class DcpSink:
 
     def __init__(self, files: Sequence[BinaryIO]) -> None:
         self.writers = [FileWriter(file) for file in files]
-        self.metadata: dict[str, Any] = {}
-        self.paths: dict[str, Any] = {}
-        self.stored: dict[Any, Any] = {}
+        self.metadata: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        self.paths: dict[str, PathInDict] = {}
+        self.stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
 
     def add(self, key: str, info: Info, value: Any) -> None:
         self.paths[key] = info.path
@@ -125,7 +129,7 @@ class DcpSink:
         for rank, offsets, box in self._boxes(in_memory(value).contiguous()):
             index = dcp.MetadataIndex(key, torch.Size(offsets), len(entry.chunks))
             entry.chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), box.shape))
-            self._store(index, rank, lambda writer, box=box: writer.write_tensor(box))
+            self._store(index, rank, functools.partial(FileWriter.write_tensor, tensor=box))
 
     def _boxes(self, tensor: Tensor) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
         flat, step = tensor.view(-1), max(1, -(-tensor.numel() // len(self.writers)))
@@ -133,10 +137,10 @@ class DcpSink:
             for offsets, box in boxes_of(flat[start : start + step], tensor.shape, start, None):
                 yield rank, offsets, box
 
-    def _store(self, index: dcp.MetadataIndex, rank: int, write: Any) -> None:
+    def _store(self, index: dcp.MetadataIndex, rank: int, write: Callable[[FileWriter], Place]) -> None:
         writer = self.writers[rank]
         start = writer.size
-        place: Place = write(writer)
+        place = write(writer)
         self.stored[index] = storage_info(f"__{rank}_0.distcp", start, writer.size, place)
 
     def finish(self, temporary: Path, path: Path) -> None:
@@ -160,11 +164,11 @@ class TorchSink:
 
     def __init__(self, file: BinaryIO) -> None:
         self.archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
-        self.root: dict[str, Any] = {}
+        self.root: StateDict = {}
         self.count = 0
 
     def add(self, key: str, info: Info, value: Any) -> None:
-        set_element(self.root, info.path, self._described(value))  # type: ignore[arg-type]
+        set_element(self.root, info.path, self._described(value))
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
@@ -93,7 +93,7 @@ def check_pickle(content: bytes) -> None:
     """Raise ValueError for a pickle that would have its reader allocate more than a few times its own size."""
     file, at = io.BytesIO(content), 0
     while at < len(content):
-        start, at = at, _FIXED.match(content, at).end()  # type: ignore[union-attr]
+        start, at = at, _FIXED.match(content, at).end()  # type: ignore[union-attr]  # it matches nothing at least
         if at > start:
             continue
         op = _OPCODES.get(content[at])
@@ -126,11 +126,11 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata has")
         return self.classes.setdefault(name, type(name, (Value,), {}))
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: object) -> NoReturn:
         raise pickle.UnpicklingError("it refers to something outside")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return type(value).__name__
 
 
@@ -325,18 +325,18 @@ def _dtype(properties: Any) -> Any:
     return state[0] if isinstance(state, tuple) and state else properties.dtype
 
 
-def _require(condition: Any, problem: str) -> None:
+def _require(condition: object, problem: str) -> None:
     if not condition:
         raise ValueError(problem)
 
 
-def _ints(values: Any, what: str) -> tuple[int, ...]:
+def _ints(values: object, what: str) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
         raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
     return tuple(values)
 
 
-def _shape(values: Any, what: str) -> tuple[int, ...]:
+def _shape(values: object, what: str) -> tuple[int, ...]:
     sizes = _ints(values, what)
     if len(sizes) > _MAX_DIMS or math.prod(sizes) >= 2**62:
         raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
@@ -419,7 +419,7 @@ def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
         header = {name: content.pop(name) for name in ("format", "version", "algorithm")}
         _require(header == {"format": FORMAT, "version": VERSION, "algorithm": "crc32"}, f"unknown format {header}")
         _require(set(content) == {"files"}, "unknown fields")
-        files = content["files"]
+        files: dict[str, Any] = content["files"]
         for name, info in files.items():
             kind = "crc32" if name == METADATA else "framing_crc32"
             _require(set(info) == {"size", kind}, f"what it says of {name}")

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_c import _C, common
-from fsdp_c.checkpoint.values import RangeTensor, box_of_rank, in_box, whole_value
+from fsdp_c.aliases import StateDict
+from fsdp_c.checkpoint.values import (
+    RangeTensor,
+    box_of_rank,
+    global_shape,
+    in_box,
+    is_in_parts,
+    mapped_tensors,
+    whole_value,
+)
+from fsdp_c.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharded_values import ParamForm
-from fsdp_c.state_dict_saving import split_shard
-from fsdp_c.traversal import FLAT_PARAM, clean_name, is_unit, units_with_paths
+from fsdp_c.state_dict_saving import shard_pieces
+from fsdp_c.traversal import FLAT_PARAM, clean_name, is_unit
 from fsdp_c.unshard_params import check_idle
 
 EXTRA_STATE = "_extra_state"
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
+def model_state(model: nn.Module) -> StateDict:
     """The parameters and persistent buffers of ``model``, by the names that ``state_dict()`` gives them.
 
     A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's memory. So
@@ -32,51 +41,51 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _model_state(model: nn.Module, as_saved: bool) -> dict[str, Any]:
+def _model_state(model: nn.Module, as_saved: bool) -> StateDict:
     """``as_saved``: copies of buffers that mixed precision keeps in another dtype, in the dtype of their own."""
-    managed: dict[tuple[nn.Module, str], Any] = {}
+    managed: dict[tuple[nn.Module, str], Tensor] = {}
     original: dict[tuple[nn.Module, str], torch.dtype] = {}
-    for path, unit in units_with_paths(model):
-        _settle(unit)
-        managed.update(_params_of_unit(path, unit))
+    for path, module in units_with_paths(model):
+        _settle(module)
+        managed.update(_params_of_unit(path, module))
         if as_saved:
-            original.update(_buffer_dtypes(unit))
+            original.update(_buffer_dtypes(module))
     return dict(_in_order(model, managed, original))
 
 
-def _settle(unit: Any) -> None:
+def _settle(module: ShardedModule) -> None:
     """Let the shard have what the user sees."""
-    handle = unit._handle
+    handle = module._handle
     if handle is None:
         return
-    check_idle(unit)
+    check_idle(module)
     if handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
         raise AssertionError(
-            f"checkpoint of a unit inside summon_full_params (rank {unit.rank}): save and load outside of it"
+            f"checkpoint of a unit inside summon_full_params (rank {module.rank}): save and load outside of it"
         )
-    common.synchronize(unit.compute_device)
-    with common.bound_runtime(unit):
+    common.synchronize(module.compute_device)
+    with common.bound_runtime(module):
         handle.writeback()
 
 
-def part_value(unit: Any, form: ParamForm, part: Tensor) -> Tensor:
+def part_value(module: ShardedModule, form: ParamForm, part: Tensor) -> Tensor:
     """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
     box = None if form.parallel is None else box_of_rank(form.parallel)
     if part.dim() > 1 and box is None:
         return whole_value(part)
-    is_replica = _is_replica(unit, form)
+    is_replica = _is_replica(module, form)
     if part.dim() > 1:
         return in_box(part, form.full_shape, box, is_replica)
-    start = form.shard.bounds(unit.rank)[0] if unit._handle.layout.sharded else 0
+    start = form.shard.bounds(module.rank)[0] if handle_of(module).layout.sharded else 0
     return RangeTensor(part, form.full_shape, start, form.order, box, is_replica)
 
 
-def _is_replica(unit: Any, form: ParamForm) -> bool:
+def _is_replica(module: ShardedModule, form: ParamForm) -> bool:
     """Whether tensor parallelism leaves the parameter whole here, and on a rank before this one too.
 
     Their shards may end elsewhere: what tensor parallelism divides unevenly makes flat parameters of several sizes.
     """
-    specs = [spec for spec in unit._handle.flat_param._param_extensions if spec is not None]
+    specs = [spec for spec in handle_of(module).flat_param._param_extensions if spec is not None]
     if not specs:
         return False
     mesh = specs[0].mesh
@@ -85,32 +94,46 @@ def _is_replica(unit: Any, form: ParamForm) -> bool:
     return any(rank > 0 and (placement is None or placement.is_replicate()) for rank, placement in places)
 
 
-def _params_of_unit(path: str, unit: Any) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
-    if unit._handle is None:
+def _params_of_unit(path: str, module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    if module._handle is None:
         return
-    parts = list(split_shard(unit, unit._handle.local_shard))
-    values = [part_value(unit, form, part) for form, part in parts]
-    for param in common.managed_params(unit._handle):
-        yield (param.module, param.name), values[param.index]
+    _refuse_parts(path, module)
+    parts = list(shard_pieces(module))
+    values = [part_value(module, form, part) for form, part in parts]
+    for param in common.managed_params(module._handle):
+        yield (param.module, param.name), values[param.place]
 
 
-def _buffer_dtypes(unit: Any) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
+def _refuse_parts(path: str, module: ShardedModule) -> None:
+    """What the parameter is a part of, is known only where the unit has left it to the modules."""
+    handle = handle_of(module)
+    for param, info in zip(handle.flat_param._params or (), handle.managed_params, strict=False):
+        if is_in_parts(param):
+            name = clean_name(f"{path}.{info.fqn}" if path else info.fqn)
+            raise NotImplementedError(
+                f"{name} is part of a tensor of shape {global_shape(param)}, as its attributes say "
+                f"(CheckpointableTensor), and is divided by a unit on rank {module.rank} besides: pass it in "
+                "ignored_states, or take the attributes off"
+            )
+
+
+def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
     """Of the buffers that the unit's mixed precision casts."""
-    if unit.mixed_precision.buffer_dtype is None:
+    if fsdp_module.mixed_precision.buffer_dtype is None:
         return
-    for path, module in unit._fsdp_wrapped_module.named_modules():
+    for path, module in fsdp_module._fsdp_wrapped_module.named_modules():
         if is_unit(module):
             continue
         for name in module._buffers:
-            dtype = unit._buffer_name_to_orig_dtype.get(clean_name(f"{path}.{name}" if path else name))
+            dtype = fsdp_module._buffer_name_to_orig_dtype.get(clean_name(f"{path}.{name}" if path else name))
             if dtype is not None:
                 yield (module, name), dtype
 
 
 def _in_order(
-    model: nn.Module, managed: dict[tuple[nn.Module, str], Any], original: dict[tuple[nn.Module, str], torch.dtype]
-) -> Iterator[tuple[str, Any]]:
-    of_module: dict[nn.Module, dict[str, Any]] = {}
+    model: nn.Module, managed: dict[tuple[nn.Module, str], Tensor], original: dict[tuple[nn.Module, str], torch.dtype]
+) -> Iterator[tuple[str, object]]:
+    of_module: dict[nn.Module, dict[str, Tensor]] = {}
     for (module, name), value in managed.items():
         of_module.setdefault(module, {})[name] = value
     for path, module in model.named_modules(remove_duplicate=False):
@@ -126,24 +149,28 @@ def _in_order(
                 dtype = original.get((module, name), buffer.dtype)
                 yield prefix + name, _plain(prefix + name, buffer if dtype == buffer.dtype else buffer.to(dtype))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield prefix + EXTRA_STATE, module.get_extra_state()
+            yield prefix + EXTRA_STATE, mapped_tensors(prefix + EXTRA_STATE, module.get_extra_state(), _as_part)
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
     try:
         return whole_value(tensor)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{name}: {error}") from error
+    except (NotImplementedError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from error
+
+
+def _as_part(name: str, tensor: Tensor) -> Tensor:
+    return _plain(name, tensor) if is_in_parts(tensor) else tensor
 
 
 def show_loaded(model: nn.Module) -> None:
     """After the shards were written to: what is gathered is from before, and is freed."""
-    for _, unit in units_with_paths(model):
-        if unit._handle is not None:
-            unit._handle.reshard(True)
+    for _, module in units_with_paths(model):
+        if module._handle is not None:
+            module._handle.reshard(True)
 
 
-def set_extra_state(model: nn.Module, values: dict[str, Any]) -> None:
+def set_extra_state(model: nn.Module, values: StateDict) -> None:
     """Hand modules' own state, by name, to the modules."""
     for path, module in model.named_modules(remove_duplicate=False):
         name = (clean_name(f"{path}.") if path else "") + EXTRA_STATE

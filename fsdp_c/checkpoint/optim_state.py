@@ -13,14 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fsdp_c.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value
-from fsdp_c.checkpoint.values import whole_value
+from fsdp_c.checkpoint.values import global_shape, is_in_parts, value_of_state
 from fsdp_c.optim_params import OptimParam, OptimParams
+from fsdp_c.optim_saving import holds_elements
+from fsdp_c.sharded_module import units_of
 from fsdp_c.sharded_values import param_forms
 from fsdp_c.state_dict_saving import split_shard
-from fsdp_c.traversal import clean_name, units_of
+from fsdp_c.traversal import clean_name
 
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
@@ -33,7 +36,7 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     return {param: OptimParam(name, (name,), None, ()) for param, name in names.items()}
 
 
-def _params_of(model: nn.Module, optimizer: Any) -> list[list[tuple[nn.Parameter, OptimParam]]]:
+def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[nn.Parameter, OptimParam]]]:
     """By group. Raises ValueError for a parameter that is not the model's."""
     known = known_params(model)
     groups = []
@@ -49,14 +52,14 @@ def _params_of(model: nn.Module, optimizer: Any) -> list[list[tuple[nn.Parameter
 
 
 @torch.no_grad()
-def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict:
     """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as ``RangeTensor``.
 
     The memory is the optimizer's own; see ``model_state``. Not collective: a rank has entries of what it holds.
     Raises ValueError for state of another shape than its parameter's.
     """
     groups = _params_of(model, optimizer)
-    state: dict[str, dict[str, Any]] = {}
+    state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
         for name, value in optimizer.state.get(param, {}).items():
             for fqn, part in _parts(param, known, name, value):
@@ -67,38 +70,30 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def _named(group: dict[str, Any], params: Sequence[tuple[nn.Parameter, OptimParam]]) -> dict[str, Any]:
+def _named(group: ParamGroup, params: Sequence[tuple[nn.Parameter, OptimParam]]) -> ParamGroup:
     named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     return {**named, "params": [fqn for _, known in params for fqn in known.fqns]}
 
 
-def _parts(param: nn.Parameter, known: OptimParam, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> Iterator[tuple[str, object]]:
     """One state of a parameter, under the name of each original one that it stands for."""
-    if known.unit is None:
-        yield known.fqns[0], whole_value(value) if isinstance(value, Tensor) else value
+    if known.module is None:
+        yield known.fqns[0], value_of_state(value, param) if isinstance(value, Tensor) else value
     elif not isinstance(value, Tensor) or value.dim() == 0:
-        if _holds_elements(known):
+        if holds_elements(known):
             yield from ((fqn, value) for fqn in known.fqns)
     elif value.shape != param.shape:
         raise ValueError(
-            f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank {known.unit.rank}, whose "
-            f"shard has {tuple(param.shape)}: only state of the parameter's own shape can be saved"
+            f"optimizer state {name!r} of {known.fqns} has shape {tuple(value.shape)} on rank {known.owner.rank}, "
+            f"whose shard has {tuple(param.shape)}: only state of the parameter's own shape can be saved"
         )
-    elif known.unit._use_orig_params:
-        form = param_forms(known.unit)[known.indices[0]]
-        if _holds_elements(known):
-            yield known.fqns[0], part_value(known.unit, form, value)
+    elif known.owner._use_orig_params:
+        form = param_forms(known.owner)[known.indices[0]]
+        if holds_elements(known):
+            yield known.fqns[0], part_value(known.owner, form, value)
     else:
-        for fqn, (form, part) in zip(known.fqns, split_shard(known.unit, value), strict=True):
-            yield fqn, part_value(known.unit, form, part)
-
-
-def _holds_elements(known: OptimParam) -> bool:
-    """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
-    if not known.unit._use_orig_params:
-        return True
-    (index,) = known.indices
-    return bool(known.unit._handle.layout.shard_ranges()[index][2]) or not param_forms(known.unit)[index].shape.numel()
+        for fqn, (form, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
+            yield fqn, part_value(known.owner, form, part)
 
 
 # ----------------------------------------------------------------- loading
@@ -120,10 +115,11 @@ class OptimTarget:
         self.optimizer, self.checkpoint, self.prefix = optimizer, checkpoint, f"{key}."
         self.groups = _params_of(model, optimizer)
         self.found = self._states()
+        self._scalars = self._names_of_scalars()
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
-        self.objects: dict[str, Any] = {}  # read by key
+        self.objects: dict[str, object] = {}  # read by key
         self.object_keys: list[str] = []
-        self._state: dict[nn.Parameter, dict[str, Any]] = {}
+        self._state: dict[nn.Parameter, dict[str, Tensor | list[str]]] = {}
         for param, known in (each for group in self.groups for each in group):
             self._add_param(param, known)
         self._group_keys = self._keys_of_groups()
@@ -132,7 +128,8 @@ class OptimTarget:
 
     def _states(self) -> dict[str, dict[str, StateKey]]:
         """By FQN and name."""
-        prefix, found = f"{self.prefix}state.", {}
+        prefix = f"{self.prefix}state."
+        found: dict[str, dict[str, StateKey]] = {}
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):
                 fqn, _, name = key.removeprefix(prefix).rpartition(".")
@@ -155,7 +152,7 @@ class OptimTarget:
 
     def _add_param(self, param: nn.Parameter, known: OptimParam) -> None:
         present = [fqn for fqn in known.fqns if fqn in self.found]
-        if not present or (known.unit is not None and not _holds_elements(known)):
+        if not present or (known.module is not None and not holds_elements(known)):
             return
         absent = [fqn for fqn in known.fqns if fqn not in self.found]
         names = set(self.found[present[0]])
@@ -171,7 +168,7 @@ class OptimTarget:
     def _ordered(self, fqn: str) -> list[str]:
         return list(self.found[fqn])
 
-    def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Any:
+    def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Tensor | list[str]:
         """The tensor to read into, or the keys whose values must be one."""
         keys = [self.found[fqn][name].key for fqn in known.fqns]
         entries = [self.checkpoint.entries[key] for key in keys]
@@ -180,41 +177,40 @@ class OptimTarget:
             return keys
         entry = entries[0]
         assert isinstance(entry, TensorEntry)
-        if known.unit is None:
-            value = self._memory(param, name, entry.shape, entry.dtype)
-            self.tensors[keys[0]] = whole_value(value)
+        if known.module is None:
+            in_parts = is_in_parts(param) and entry.shape == global_shape(param)
+            value = self._memory(param, name, tuple(param.shape) if in_parts else entry.shape, entry.dtype)
+            self.tensors[keys[0]] = value_of_state(value, param)
         elif name in self._scalars:
             return self._scalar_targets(keys, entry)
-        elif known.unit._use_orig_params:
+        elif known.owner._use_orig_params:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            form = param_forms(known.unit)[known.indices[0]]
+            form = param_forms(known.owner)[known.indices[0]]
             self._expect_shape(keys[0], form.full_shape)
-            self.tensors[keys[0]] = part_value(known.unit, form, value)
+            self.tensors[keys[0]] = part_value(known.owner, form, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            for key, (form, part) in zip(keys, split_shard(known.unit, value), strict=True):
+            for key, (form, part) in zip(keys, split_shard(known.owner, value), strict=True):
                 self._expect_shape(key, form.full_shape)
-                self.tensors[key] = part_value(known.unit, form, part)
+                self.tensors[key] = part_value(known.owner, form, part)
         return value
 
-    @property
-    def _scalars(self) -> set[str]:
+    def _names_of_scalars(self) -> set[str]:
         """The names of state that is one number for a parameter, whatever shape that has."""
-        if not hasattr(self, "_scalar_names"):
-            forms = {
-                fqn: form.shape
-                for group in self.groups
-                for _, known in group
-                if known.unit is not None
-                for fqn, form in zip(known.fqns, (param_forms(known.unit)[i] for i in known.indices), strict=True)
-            }
-            self._scalar_names = {"step"}
-            for fqn, states in self.found.items():
-                for name, state in states.items():
-                    entry = self.checkpoint.entries[state.key]
-                    if isinstance(entry, TensorEntry) and not entry.shape and forms.get(fqn):
-                        self._scalar_names.add(name)
-        return self._scalar_names
+        forms = {
+            fqn: form.shape
+            for group in self.groups
+            for _, known in group
+            if known.module is not None
+            for fqn, form in zip(known.fqns, (param_forms(known.owner)[i] for i in known.indices), strict=True)
+        }
+        names = {"step"}
+        for fqn, states in self.found.items():
+            for name, state in states.items():
+                entry = self.checkpoint.entries[state.key]
+                if isinstance(entry, TensorEntry) and not entry.shape and forms.get(fqn):
+                    names.add(name)
+        return names
 
     def _expect_shape(self, key: str, shape: torch.Size) -> None:
         entry = self.checkpoint.entries[key]
@@ -261,9 +257,9 @@ class OptimTarget:
                     self.object_keys.append(key)
         return found
 
-    def _groups(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    def _groups(self) -> Iterator[tuple[ParamGroup, ParamGroup]]:
         """Each group of the optimizer and what was saved for it. Raises ValueError for other groups."""
-        saved: dict[Any, dict[str, Any]] = {}
+        saved: dict[str | int, ParamGroup] = {}
         for key, (owner, *rest) in self._group_keys.items():
             value = self.tensors[key] if key in self.tensors else self.objects[key]
             _put(saved.setdefault(owner, {}), rest, value)
@@ -273,14 +269,14 @@ class OptimTarget:
         for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             fqns = [fqn for _, known in params for fqn in known.fqns]
             matching = [by_fqn.get(fqn) for fqn in fqns]
-            if None in matching or any(each != matching[0] for each in matching):
-                odd = [fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]]
+            odd = [fqn for fqn, each in zip(fqns, matching, strict=True) if each is None or each != matching[0]]
+            if odd:
                 raise ValueError(
                     f"{self.checkpoint.folder}: group {index} of the optimizer has parameters that were not saved, or "
                     f"in another group than {fqns[0]}: {odd[:8]}; make the groups as they were saved "
                     "(a flat parameter is in one group: with several, load with use_orig_params=True)"
                 )
-            if matching:
+            if matching and matching[0] is not None:
                 yield group, {name: value for name, value in matching[0].items() if name != "params"}
 
     # ------------------------------------------------------------- taking over
@@ -293,14 +289,16 @@ class OptimTarget:
     def apply(self) -> None:
         """Once everything has been read: the optimizer has the state that was saved, and no other."""
         groups = list(self._groups())
-        state = {param: {name: self._final(value) for name, value in own.items()} for param, own in self._state.items()}
+        state: dict[Tensor, ParamState] = {
+            param: {name: self._final(value) for name, value in own.items()} for param, own in self._state.items()
+        }
         for param, _ in (each for group in self.groups for each in group):
             self.optimizer.state.pop(param, None)
         self.optimizer.state.update(state)
         for group, saved in groups:
             group.update({name: copy.deepcopy(value) for name, value in saved.items()})
 
-    def _final(self, value: Any) -> Any:
+    def _final(self, value: Tensor | list[str]) -> object:
         """A flat parameter has one value for all: it must be every original parameter's."""
         if not isinstance(value, list):
             return value
@@ -314,9 +312,9 @@ class OptimTarget:
         return values[0]
 
 
-def _put(target: dict[str, Any], path: Sequence[str | int], value: Any) -> None:
+def _put(target: dict[Any, Any], path: Sequence[str | int], value: object) -> None:
     """Set a value of a nested dict; what was a list of tensors comes as a tuple of them."""
     *above, last = path
     for name in above:
         target = target.setdefault(name, {})
-    target[last] = value  # type: ignore[index]
+    target[last] = value

@@ -46,7 +46,7 @@ def memory(tensor: Tensor) -> memoryview:
     if not tensor.nbytes:
         return memoryview(b"")
     data = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    data.owner = tensor  # type: ignore[attr-defined]
+    data.owner = tensor  # type: ignore[attr-defined]  # keeps the memory
     return memoryview(data).cast("B")
 
 
@@ -123,7 +123,7 @@ def read_data(file: BinaryIO, place: Place, target: memoryview) -> bool:
         part = target[start : start + _COPY_NBYTES]
         done = 0
         while done < len(part):
-            count = file.readinto(part[done:])  # type: ignore[attr-defined]
+            count = file.readinto(part[done:])  # type: ignore[attr-defined]  # BinaryIO does not name it
             if not count:
                 return False
             done += count
@@ -148,30 +148,30 @@ class Described:
 
 
 class _Storage:
-    def __init__(self, rest: tuple[Any, ...]) -> None:
+    def __init__(self, rest: tuple[object, ...]) -> None:
         self.persistent_id = ("storage", *rest)
 
 
-def _untyped(key: str, nbytes: int) -> tuple[Any, ...]:
+def _untyped(key: str, nbytes: int) -> tuple[object, ...]:
     return torch.storage.UntypedStorage, key, "cpu", nbytes
 
 
 @functools.cache
-def _storage_types() -> dict[torch.dtype, Any]:
+def _storage_types() -> dict[torch.dtype, type]:
     return {dtype: getattr(torch, name) for dtype, name in torch.storage._dtype_to_storage_type_map().items()}
 
 
 class _Pickler(pickle.Pickler):
     """Pickles tensors that are ``Described`` as ``torch.save`` pickles tensors."""
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: object) -> object:
         return obj.persistent_id if isinstance(obj, _Storage) else None
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         return obj.reduced if isinstance(obj, Described) else NotImplemented
 
 
-def pickled(value: Any) -> bytes:
+def pickled(value: object) -> bytes:
     """The member data.pkl of an archive, with ``Described`` in place of tensors."""
     content = io.BytesIO()
     _Pickler(content, protocol=2).dump(value)

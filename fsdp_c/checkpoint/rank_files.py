@@ -86,7 +86,7 @@ def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tenso
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if numel and not (numel <= storage._size() and last < storage._size()):
         raise ValueError(f"a tensor of shape {size} and strides {stride} in {storage._size()} elements")
-    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -15,17 +15,19 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from fsdp_c import _C, ledger
+from fsdp_c.aliases import StateDict
 from fsdp_c.checkpoint.folder import CheckpointError, check_target, discard, make_temporary
-from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.metadata import BytesEntry, Entry, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import EXTRA_STATE, _model_state, model_state, set_extra_state, show_loaded
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
 from fsdp_c.checkpoint.storage import Reader, Report, Writer, item_nbytes, narrowed, read_nested, read_object
-from fsdp_c.checkpoint.values import mapped_tensors, whole_value
+from fsdp_c.checkpoint.values import LocalParts, as_held, mapped_tensors, whole_value
+from fsdp_c.common import tell
 
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]
@@ -38,7 +40,7 @@ def save(
     optimizer: torch.optim.Optimizer | None,
     path: StrPath,
     *,
-    extra: dict[str, Any] | None = None,
+    extra: StateDict | None = None,
     model_key: str = "model",
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
@@ -51,13 +53,17 @@ def save(
     fsdp_c/checkpoint/folder.py, also for what file systems must do. ``extra``: nested dicts and lists of tensors,
     numbers, strings and other values that ``torch.load(weights_only=True)`` loads; keys become strings.
 
+    Plain tensors that hold parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``, are saved and
+    loaded as such in the model, its extra state and the optimizer; in ``extra`` rank 0 must have all parts, and
+    ``load`` returns the whole. A parameter that is a part and that a unit divides besides is refused by name.
+
     Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the rank on
     which something failed; the old checkpoint is then as it was.
     """
     path, ranks = Path(os.path.abspath(path)), _Ranks(process_group)
     temporary: Path | None = None
 
-    def prepare() -> dict[str, Any]:
+    def prepare() -> StateDict:
         nonlocal temporary
         state = _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
         check_target(path)
@@ -97,7 +103,7 @@ def load(
     optim_key: str = "optim",
     process_group: dist.ProcessGroup | None = None,
     progress: bool = False,
-) -> dict[str, Any]:
+) -> StateDict:
     """Load what ``save``, or torch's DCP, wrote into ``path``; returns ``extra``.
 
     Each rank reads the parts that it holds into its shards, whatever the number of ranks, the wrapping and the strategy
@@ -143,14 +149,10 @@ class _Ranks:
             raise error  # everybody's mistake: it is the caller's
         if errors:
             raise _error(what, errors) from error
-        return result, [one for _, one in everything]  # type: ignore[return-value]
+        return result, [one for _, one in everything]  # type: ignore[return-value]  # a result, where no rank has an error
 
-    def _exchange(self, told: Any) -> list[Any]:
-        if not self.is_distributed:
-            return [told]
-        everything: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everything, told, group=self.group)
-        return everything
+    def _exchange(self, told: T) -> list[T]:
+        return tell(told, self.group) if self.is_distributed else [told]
 
 
 def _text(error: BaseException) -> str:
@@ -167,19 +169,29 @@ def _error(what: str, errors: dict[int, str]) -> CheckpointError:
 def _saved_state(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    extra: dict[str, Any] | None,
+    extra: StateDict | None,
     model_key: str,
     optim_key: str,
-) -> dict[str, Any]:
+) -> StateDict:
     own = _model_state(model, as_saved=True)
-    state: dict[str, Any] = {model_key: own} if model_key else own
+    state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
         state[optim_key] = optim_state(model, optimizer)
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
-        state[EXTRA] = mapped_tensors(extra, whole_value)
+        state[EXTRA] = mapped_tensors(EXTRA, extra, _whole_on_rank_0)
     return state
+
+
+def _whole_on_rank_0(name: str, tensor: Tensor) -> Tensor:
+    value = whole_value(tensor)
+    if isinstance(value, LocalParts) and value.numel_held != value.shape.numel():
+        raise ValueError(
+            f"{name}: rank 0 holds {value.numel_held} of the {value.shape.numel()} elements of a tensor of shape "
+            f"{tuple(value.shape)}, and alone saves what is in extra: make it a buffer of the model, or pass it whole"
+        )
+    return value
 
 
 class _SavePlanner(DefaultSavePlanner):
@@ -189,7 +201,7 @@ class _SavePlanner(DefaultSavePlanner):
         super().__init__()
         self.set_total = set_total
 
-    def finish_plan(self, new_plan: Any) -> Any:
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self.set_total(sum(item_nbytes(item) for item in new_plan.items))
         return super().finish_plan(new_plan)
 
@@ -224,7 +236,9 @@ class _Loading:
         self.checkpoint = read_checkpoint(path)
         self.model = model
         self.targets: dict[str, Tensor] = {}  # to read into, by key
-        self.nested: dict[str, str] = {}  # by name, keys below which modules' own state stands
+        self.nested: dict[
+            str, tuple[str, Any]
+        ] = {}  # modules' own state, by name: the key above it, and what it is now
         prefix = f"{model_key}." if model_key else ""
         self._add_model(model, prefix, {prefix + EXTRA, *([f"{prefix}{optim_key}"] if not prefix else [])}, strict)
         self.optim = None
@@ -239,7 +253,7 @@ class _Loading:
         missing, errors = [], []
         for key, value in expected.items():
             if key.endswith(EXTRA_STATE):
-                self.nested[key.removeprefix(prefix)] = key
+                self.nested[key.removeprefix(prefix)] = (key, value)
             elif key not in entries:
                 missing.append(key)
             elif error := _misfit(key, entries[key], value):
@@ -248,7 +262,7 @@ class _Loading:
                 self.targets[key] = value
         if strict:
             errors += [f"{key} is missing" for key in missing]
-            known = [*(f"{key}." for key in [*self.nested.values(), *others])]
+            known = [*(f"{key}." for key in [*(key for key, _ in self.nested.values()), *others])]
             errors += [
                 f"{key} is unexpected"
                 for key in entries
@@ -269,7 +283,7 @@ class _Loading:
         return items
 
     @torch.no_grad()
-    def run(self, progress: bool) -> dict[str, Any]:
+    def run(self, progress: bool) -> StateDict:
         if self.optim is not None:
             self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
             self.optim.check()
@@ -280,7 +294,7 @@ class _Loading:
         if self.optim is not None:
             self.optim.apply()
         show_loaded(self.model)
-        own = {name: read_nested(self.checkpoint, key) for name, key in self.nested.items()}
+        own = {name: as_held(read_nested(self.checkpoint, key), held) for name, (key, held) in self.nested.items()}
         set_extra_state(self.model, {name: value for name, value in own.items() if value is not None})
         return read_nested(self.checkpoint, EXTRA) or {}
 
@@ -288,13 +302,13 @@ class _Loading:
         target = find_tensor_shard(self.targets[item.dest_index.fqn], item.dest_index).detach()
         return narrowed(target, item.dest_offsets, item.lengths)
 
-    def _object(self, key: str) -> Any:
+    def _object(self, key: str) -> object:
         entry = self.checkpoint.entries[key]
         assert isinstance(entry, BytesEntry)
         return read_object(self.checkpoint, key, entry)
 
 
-def _misfit(key: str, entry: Any, value: Any) -> str | None:
+def _misfit(key: str, entry: Entry, value: Tensor) -> str | None:
     if not isinstance(entry, TensorEntry):
         return f"{key} is no tensor in the checkpoint"
     if entry.shape != tuple(value.shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
@@ -14,16 +15,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from fsdp_c.aliases import StateDict
 from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntry, checksums_content
 from fsdp_c.checkpoint.pieces import FileWriter, Place, in_memory, memory, read_data
 
-Report = Callable[[int], Any]  # is told how many bytes more are done
+Report = Callable[[int], object]  # is told how many bytes more are done
 
 
 def storage_info(file: str, start: int, end: int, place: Place) -> _StorageInfo:
@@ -43,7 +45,7 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         pass
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -101,15 +103,29 @@ def finish_folder(
             )
     metadata.storage_data = stored
     metadata.version = CURRENT_DCP_VERSION
-    content = pickle.dumps(metadata, protocol=4)
+    content = _pickled(metadata)
     write_file(temporary / METADATA, content)
     write_file(temporary / CHECKSUMS, checksums_content(content, files))
     publish(temporary, path)
 
 
+def _pickled(metadata: Metadata) -> bytes:
+    """For every torch from 2.10: since 2.15 ``TensorProperties`` has one value more, which older ones refuse."""
+    content = io.BytesIO()
+    pickler = pickle.Pickler(content, protocol=4)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced}
+    pickler.dump(metadata)
+    return content.getvalue()
+
+
+def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
+    state = properties.__getstate__()
+    return copyreg.__newobj__, (TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed leaves __newobj__ out
+
+
 def _write_items(plan: SavePlan, planner: SavePlanner, writer: FileWriter, report: Report) -> list[WriteResult]:
     name = plan.storage_data
-    known: dict[Any, _StorageInfo] = {}  # by memory: what is shared under several names is written once
+    known: dict[object, _StorageInfo] = {}  # by memory: what is shared under several names is written once
     results = []
     for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
         start = writer.size
@@ -133,7 +149,7 @@ def _write_items(plan: SavePlan, planner: SavePlanner, writer: FileWriter, repor
     return results
 
 
-def _memory_key(data: Any) -> Any:
+def _memory_key(data: object) -> object:
     if not isinstance(data, Tensor) or not data.nbytes or data.device.type == "meta":
         return None
     return data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
@@ -244,7 +260,7 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
 
 def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     """What was saved as ``root``: one value, or a nested dict of them; None for nothing."""
-    result: dict[str, Any] = {}
+    result: StateDict = {}
     for key, entry in checkpoint.entries.items():
         if key != root and not key.startswith(f"{root}."):
             continue
@@ -269,7 +285,7 @@ class Reader:
             assert item.type == LoadItemType.TENSOR and item.storage_index.index is not None
             by_chunk.setdefault((item.storage_index.fqn, item.storage_index.index), []).append(item)
         chunks = [(self._chunk(*where), where, wanted) for where, wanted in by_chunk.items()]
-        by_file: dict[str, list[Any]] = {}
+        by_file: dict[str, list[tuple[Chunk, tuple[str, int], list[ReadItem]]]] = {}
         for each in sorted(chunks, key=lambda each: each[0].start):
             by_file.setdefault(each[0].file, []).append(each)
         for name, parts in by_file.items():

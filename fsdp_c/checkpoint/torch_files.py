@@ -94,8 +94,8 @@ class TorchSource:
 
     def same_memory(self) -> dict[str, str]:
         """Tensors that share the memory of another, by name."""
-        first: dict[Any, str] = {}
-        shared = {}
+        first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+        shared: dict[str, str] = {}
         for key, value in self.values.items():
             if isinstance(value, Tensor) and value.nbytes and not value.is_meta:
                 other = first.setdefault((value.data_ptr(), value.shape, value.stride()), key)
@@ -198,7 +198,7 @@ class NamedSource:
         """``like``: a state dict of the model, whose names stand below ``prefix`` in ``source``."""
         self.source, self.kind = source, source.kind
         flats = {key: info for key, info in source.entries.items() if is_flat(key) and info.shape and info.dtype}
-        sizes = {key: (math.prod(info.shape or ()), 16 // info.dtype.itemsize) for key, info in flats.items()}  # type: ignore[union-attr]
+        sizes = {key: (math.prod(info.shape or ()), 16 // info.dtype.itemsize) for key, info in flats.items()}  # type: ignore[union-attr]  # flat parameters have a dtype
         shared = like.same_memory()
         shapes = {
             prefix + name: Shape(info.shape, like.values[name].stride())

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from fsdp_c import _C
@@ -35,82 +36,48 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class RangeTensor(Tensor):
-    """A tensor of which this rank holds the elements [start, start + local.numel()), in memory order, in ``local``.
+class PartialTensor(Tensor):
+    """A tensor of which this rank holds a part, in ``local``.
 
-    DCP saves and loads it part by part, from and to ``local``. It can be detached, cloned and moved, and nothing else.
+    DCP saves and loads it box by box, from and to ``local``. It can be detached, cloned and moved, and nothing else.
     """
 
     local: Tensor
-    start: int
-    order: Order
-    box: Box
-    is_replica: bool
+    is_replica = False
 
-    @staticmethod
-    def __new__(
-        cls,
-        local: Tensor,
-        shape: Sequence[int],
-        start: int,
-        order: Order = None,
-        box: Box | None = None,
-        is_replica: bool = False,
-    ) -> RangeTensor:
-        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor.
+    def _like(self, local: Tensor) -> PartialTensor:
+        """The same part of another tensor."""
+        raise NotImplementedError
 
-        ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all of it.
-        ``is_replica``: others hold the same elements, perhaps in other ranges, and write them.
-        """
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
-        made.local, made.start, made.order = local.detach(), start, order
-        made.box = box or Box((0,) * len(shape), tuple(shape))
-        made.is_replica = is_replica
-        return made
+    @property
+    def boxes(self) -> dict[Offsets, Tensor]:
+        """By their offsets, views of ``local`` in the shapes of the boxes."""
+        raise NotImplementedError
 
-    def _like(self, local: Tensor) -> RangeTensor:
-        return RangeTensor(local, self.shape, self.start, self.order, self.box, self.is_replica)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way to say so
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares what its default is, which is no method
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         aten = torch.ops.aten
         moves = (aten.detach.default, aten.clone.default, aten._to_copy.default, aten._pin_memory.default)
         if func in moves and isinstance(args[0], cls):
             return args[0]._like(func(args[0].local, *args[1:], **(kwargs or {})))
-        if func is aten.new_empty.default:
-            empty = args[0].local.new_empty(args[0].local.shape, **(kwargs or {}))
-            return cls(empty, args[1], args[0].start, args[0].order, args[0].box, args[0].is_replica)
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            return args[0]._like(args[0].local.new_empty(args[0].local.shape, **(kwargs or {})))
         if func is aten.copy_.default and all(isinstance(arg, cls) for arg in args[:2]):
             args[0].local.copy_(args[1].local, **(kwargs or {}))
             return args[0]
         raise NotImplementedError(
-            f"{func} of a RangeTensor: it holds this rank's part of a tensor for torch.distributed.checkpoint; "
+            f"{func} of a {cls.__name__}: it holds this rank's part of a tensor for torch.distributed.checkpoint; "
             "for tensors to compute with use state_dict()"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        end = self.start + self.local.numel()
-        return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
-
-    def __deepcopy__(self, memo: Any) -> RangeTensor:
+    def __deepcopy__(self, memo: object) -> PartialTensor:
         return self._like(self.local.clone())
 
-    @functools.cached_property
-    def boxes(self) -> dict[Offsets, Tensor]:
-        """By their offsets, views of ``local`` in the shapes of the boxes."""
-        numel = self.local.numel()
-        if not numel and math.prod(self.shape):
-            return {}
-        return {
-            tuple(map(int.__add__, offsets, self.box.offsets)): part
-            for offsets, part in boxes_of(self.local, self.box.sizes, self.start, self.order)
-        }
-
-    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, value: object) -> list[WriteItem]:
         """DCP's protocol: what this rank writes."""
         properties = TensorProperties(dtype=self.dtype)
         return [
@@ -132,6 +99,62 @@ class RangeTensor(Tensor):
         if offsets not in self.boxes:
             raise ValueError(f"{index.fqn}: this rank holds nothing at {offsets}, but at {list(self.boxes)}")
         return self.boxes[offsets]
+
+
+Partial = TypeVar("Partial", bound=PartialTensor)
+
+
+def _wrapper(cls: type[Partial], local: Tensor, shape: Sequence[int]) -> Partial:
+    made: Partial = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=local.dtype, device=local.device)
+    made.local = local.detach()
+    return made
+
+
+class RangeTensor(PartialTensor):
+    """The elements [start, start + local.numel()) of a tensor, or of a box of it, in memory order."""
+
+    start: int
+    order: Order
+    box: Box
+    is_replica: bool
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: Tensor,
+        shape: Sequence[int],
+        start: int,
+        order: Order = None,
+        box: Box | None = None,
+        is_replica: bool = False,
+    ) -> RangeTensor:
+        """``local``: 1-D. ``order``: the dimensions from the outermost in memory; None for a contiguous tensor.
+
+        ``box``: the part of the tensor that the range is of, as tensor parallelism leaves it; by default all of it.
+        ``is_replica``: others hold the same elements, perhaps in other ranges, and write them.
+        """
+        made = _wrapper(cls, local, shape)
+        made.start, made.order = start, order
+        made.box = box or Box((0,) * len(shape), tuple(shape))
+        made.is_replica = is_replica
+        return made
+
+    def _like(self, local: Tensor) -> RangeTensor:
+        return RangeTensor(local, self.shape, self.start, self.order, self.box, self.is_replica)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch declares it untyped
+        end = self.start + self.local.numel()
+        return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
+
+    @functools.cached_property
+    def boxes(self) -> dict[Offsets, Tensor]:
+        numel = self.local.numel()
+        if not numel and self.shape.numel():
+            return {}
+        return {
+            tuple(map(int.__add__, offsets, self.box.offsets)): part
+            for offsets, part in boxes_of(self.local, self.box.sizes, self.start, self.order)
+        }
 
 
 def _chunk(offsets: Offsets, box: Tensor) -> ChunkStorageMetadata:
@@ -172,7 +195,7 @@ def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     return tuple(result)
 
 
-def box_of_rank(spec: Any) -> Box:
+def box_of_rank(spec: DTensorSpec) -> Box:
     """This rank's part of a DTensor of these placements. Raises NotImplementedError where it is a summand."""
     if any(placement.is_partial() for placement in spec.placements):
         raise NotImplementedError(f"a tensor placed {spec.placements} is a sum over ranks: redistribute it to save it")
@@ -181,8 +204,10 @@ def box_of_rank(spec: Any) -> Box:
 
 
 def whole_value(tensor: Tensor) -> Tensor:
-    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece; or a DTensor's
-    part on this rank."""
+    """A tensor that every rank has whole: itself, or its boxes where it is too large for one piece; or this rank's part
+    of a DTensor, or of a plain tensor that says which part of another it is."""
+    if is_in_parts(tensor):
+        return LocalParts.of(tensor, tensor)
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return in_box(tensor.to_local(), tensor.shape, box_of_rank(tensor._spec))
@@ -200,12 +225,136 @@ def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: boo
     return RangeTensor(flat, shape, 0, order, box, is_replica)
 
 
-def mapped_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """``value`` with ``function`` applied to the tensors in nested dicts, lists and tuples."""
+def mapped_tensors(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
+    """``value`` with ``function``, given names and tensors, applied to those in nested dicts and lists.
+
+    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object.
+    """
     if isinstance(value, Tensor):
-        return function(value)
+        return function(name, value)
     if isinstance(value, dict):
-        return {key: mapped_tensors(one, function) for key, one in value.items()}
+        return {key: mapped_tensors(f"{name}.{key}", one, function) for key, one in value.items()}
     if isinstance(value, list):
-        return [mapped_tensors(one, function) for one in value]
+        return [mapped_tensors(f"{name}.{index}", one, function) for index, one in enumerate(value)]
+    if isinstance(value, tuple) and any(isinstance(one, Tensor) and is_in_parts(one) for one in value):
+        raise NotImplementedError(f"{name}: a part of a tensor in a tuple, which is saved as one object: use a list")
+    return value
+
+
+# ----------------------------------------------------------------- plain tensors that are parts of others
+
+
+_PROTOCOL = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+def is_in_parts(tensor: Tensor) -> bool:
+    """Whether a plain tensor holds parts of a larger one, as DCP's protocol ``CheckpointableTensor`` says it.
+
+    torch has it since 2.14, and would save such a tensor as whole before.
+    """
+    return not isinstance(tensor, PartialTensor) and all(hasattr(tensor, name) for name in _PROTOCOL)
+
+
+def global_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the larger tensor."""
+    return tuple(getattr(tensor, _PROTOCOL[0]))
+
+
+class _Part(NamedTuple):
+    """A box of the larger tensor, and where it begins in the local one; () for a local one that is the box."""
+
+    offsets: Offsets
+    local_offsets: Offsets
+    sizes: tuple[int, ...]
+
+    def fits(self, shape: Sequence[int], local_shape: Sequence[int]) -> bool:
+        return _is_inside(self.offsets, self.sizes, shape) and (
+            _is_inside(self.local_offsets or (0,) * len(local_shape), self.sizes, local_shape)
+        )
+
+
+def _is_inside(offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int]) -> bool:
+    if not len(offsets) == len(sizes) == len(shape):
+        return False
+    return all(0 <= o and 0 <= s and o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
+
+
+class LocalParts(PartialTensor):
+    """Boxes of a tensor that lie in ``local``, each a box of that."""
+
+    parts: tuple[_Part, ...]
+
+    @staticmethod
+    def __new__(cls, local: Tensor, shape: Sequence[int], parts: tuple[_Part, ...]) -> LocalParts:
+        made = _wrapper(cls, local, shape)
+        made.parts = parts
+        return made
+
+    @classmethod
+    def of(cls, local: Tensor, described: Tensor) -> LocalParts:
+        """``local`` as the protocol's attributes of ``described`` say. Raises ValueError where they do not fit."""
+        columns = [tuple(map(tuple, getattr(described, name))) for name in _PROTOCOL[1:]]
+        shape = global_shape(described)
+        if len({len(column) for column in columns}) != 1:
+            raise ValueError(f"{', '.join(_PROTOCOL[1:])} have different lengths: {[len(each) for each in columns]}")
+        parts = tuple(_Part(*each) for each in zip(*columns, strict=True))
+        wrong = [part for part in parts if not part.fits(shape, local.shape)]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is not inside a tensor of shape {shape} and this one of {tuple(local.shape)}")
+        return cls(local, shape, parts)
+
+    def _like(self, local: Tensor) -> LocalParts:
+        return LocalParts(local, self.shape, self.parts)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]  # torch declares it untyped
+        return f"LocalParts(shape={tuple(self.shape)}, parts={self.parts}, local={self.local})"
+
+    @functools.cached_property
+    def boxes(self) -> dict[Offsets, Tensor]:
+        found: dict[Offsets, Tensor] = {}
+        for part in self.parts:
+            own = self._own(self.local, part)
+            dense = own.numel() and is_dense(own)
+            found.update(in_box(own, self.shape, Box(part.offsets, part.sizes)).boxes if dense else {part.offsets: own})
+        return found
+
+    @staticmethod
+    def _own(local: Tensor, part: _Part) -> Tensor:
+        starts = part.local_offsets or (0,) * local.dim()
+        return local[tuple(slice(start, start + size) for start, size in zip(starts, part.sizes, strict=True))]
+
+    @property
+    def numel_held(self) -> int:
+        return sum(math.prod(part.sizes) for part in self.parts)
+
+    @torch.no_grad()
+    def taken_from(self, whole: Tensor) -> Tensor:
+        """A plain tensor like the one that this was made of, attributes included, with the elements of ``whole``."""
+        if whole.shape != self.shape:
+            raise ValueError(f"shape {tuple(whole.shape)} in the checkpoint, {tuple(self.shape)} in the model")
+        local = self.local.clone()
+        for part in self.parts:
+            box = tuple(slice(start, start + size) for start, size in zip(part.offsets, part.sizes, strict=True))
+            self._own(local, part).copy_(whole[box])
+        columns = zip(*self.parts, strict=True) if self.parts else ((), (), ())
+        for name, value in zip(_PROTOCOL, (tuple(self.shape), *columns), strict=True):
+            setattr(local, name, value)
+        return local
+
+
+def value_of_state(state: Tensor, param: Tensor) -> Tensor:
+    """Optimizer state of a parameter that no unit manages: in the parameter's parts where it has its shape."""
+    if is_in_parts(param) and not is_in_parts(state) and state.shape == param.shape:
+        return LocalParts.of(state, param)
+    return whole_value(state)
+
+
+def as_held(value: object, held: object) -> object:
+    """What was read whole, in nested dicts and lists: parts of it where ``held``, of the same form, has parts."""
+    if isinstance(held, LocalParts) and isinstance(value, Tensor):
+        return held.taken_from(value)
+    if isinstance(held, dict) and isinstance(value, dict):
+        return {key: as_held(one, held.get(key)) for key, one in value.items()}
+    if isinstance(held, list) and isinstance(value, list) and len(held) == len(value):
+        return [as_held(*each) for each in zip(value, held, strict=True)]
     return value

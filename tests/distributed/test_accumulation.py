@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
@@ -26,7 +26,7 @@ def plain() -> Branches:
 
 
 def backward(model: nn.Module, rank: int, seed: int, both: bool) -> None:
-    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
+    x = torch.randn(4, 3, generator=torch.Generator(device()).manual_seed(10 * seed + rank))
     model(x, both).square().sum().backward()
 
 

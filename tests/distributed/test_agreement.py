@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -9,22 +10,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import agreement
+from fsdp_c.sharded_module import units_with_paths
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 X = torch.ones(3, WIDTH)
-CPU = torch.device("cpu")
 
 
 def wrap(module: nn.Module, **arguments: Any) -> FSDP:
-    return FSDP(module, **({"device_id": CPU, "use_orig_params": True} | arguments))
+    return FSDP(module, **({"device_id": device(), "use_orig_params": True} | arguments))
 
 
 def per_block(module: nn.Module | None = None, **arguments: Any) -> FSDP:
@@ -42,9 +43,10 @@ def wider(net: Net) -> None:
     net.blocks[1].down = nn.Linear(9, WIDTH, bias=False)
 
 
-def another_name(net: Net) -> None:
-    net.last = net.head
-    net.head = nn.Identity()
+def wider_elsewhere(net: Net) -> None:
+    wider(net)
+    net.layers = net.blocks
+    del net.blocks
 
 
 def without_bias(net: Net) -> None:
@@ -54,20 +56,21 @@ def without_bias(net: Net) -> None:
 DIFFERENT: dict[str, tuple[Callable[[], FSDP], str]] = {
     "shape": (
         lambda: per_block(net_with(wider)),
-        "unit 2, the module 'blocks.1': shape of up.weight is (7, 5) on rank 0; (9, 5) on rank 1",
-    ),
-    "name": (
-        lambda: per_block(net_with(another_name)),
-        "unit 0, the root: parameter 2 is 'head.weight' on rank 0; 'last.weight' on rank 1",
+        "unit 2, the module 'blocks.1': parameter 2 is 'up.weight' of shape (7, 5) on rank 0; 'up.weight' of shape "
+        "(9, 5) on rank 1",
     ),
     "one parameter fewer": (
         lambda: per_block(net_with(without_bias)),
-        "unit 3, the module 'blocks.2': parameter 3 is 'up.bias' on rank 0; 'down.weight' on rank 1",
+        "unit 3, the module 'blocks.2': parameter 3 is 'up.bias' of shape (7,) on rank 0; 'down.weight' of shape",
     ),
-    "one unit": (lambda: wrap(Net()), "unit 0, the root: parameter 2 is 'head.weight' on rank 0; "),
+    "one unit": (lambda: wrap(Net()), "unit 0, the root: parameter 2 is 'head.weight' of shape (5, 5) on rank 0; "),
     "more units": (
         lambda: per_block(Net(4)),
         "unit 4, the module 'blocks.3': module is none on rank 0; 'blocks.3' on rank 1",
+    ),
+    "shape and names": (
+        lambda: per_block(net_with(wider_elsewhere)),
+        "unit 2, the module 'blocks.1' on rank 0, the module 'layers.1' on rank 1: parameter 2 is 'up.weight' of shape",
     ),
     "dtype": (lambda: per_block(Net().double()), "the root: dtype is 'torch.float32' on rank 0; 'torch.float64' on"),
     "sharding strategy": (
@@ -97,13 +100,80 @@ def test_every_rank_is_told_the_first_difference(rank: int, world_size: int, wha
 @on_ranks(4)
 def test_one_replica_among_four_ranks_is_named_by_all(rank: int, world_size: int) -> None:
     """Over a shard group and its replicas each rank hears of a difference in a group that it is not in."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     arguments = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
     model = per_block(net_with(wider) if rank == 2 else None, **arguments)
     with pytest.raises(RuntimeError) as found:
         model(X)
-    assert "shape of up.weight is (7, 5) on ranks 0, 1, 3; (9, 5) on rank 2" in str(found.value)
+    assert "(7, 5) on ranks 0, 1, 3; 'up.weight' of shape (9, 5) on rank 2" in str(found.value)
     per_block(**arguments)(X)
+
+
+class Experts(nn.Module):
+    """One more expert on each rank than on the one before: the modules after them have other names there."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        experts = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), *experts, nn.Linear(WIDTH, WIDTH))
+        self.experts = experts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def with_experts(rank: int, which: str) -> tuple[Experts, dict[str, Any]]:
+    torch.manual_seed(3)
+    model = Experts(rank + 1)
+    for expert in model.experts:  # the rest is to be the same on all ranks
+        nn.init.eye_(expert.weight)
+    torch.manual_seed(4)
+    for layer in (model.layers[0], model.layers[-1]):
+        nn.init.normal_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    states = model.experts if which == "ignored_modules" else [expert.weight for expert in model.experts]
+    return model, {which: states}
+
+
+@pytest.mark.parametrize("which", ["ignored_modules", "ignored_states"])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_ranks_that_ignore_different_modules_train(
+    rank: int, world_size: int, use_orig_params: bool, which: str
+) -> None:
+    inner, ignored = with_experts(rank, which)
+    last = wrap(inner.layers[-1], use_orig_params=use_orig_params)
+    inner.layers[-1] = last
+    model = wrap(inner, use_orig_params=use_orig_params, **ignored)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    plain = [with_experts(one, which)[0] for one in range(world_size)]
+    plain_optimizer = torch.optim.SGD([p for one in plain for p in one.parameters()], lr=0.01)
+    for _ in range(3):
+        loss = model(X).square().mean()
+        losses = [one(X).square().mean() for one in plain]
+        torch.testing.assert_close(loss, losses[rank])
+        loss.backward()
+        sum(losses).backward()
+        for index in (0, -1):
+            for same in zip(*(one.layers[index].parameters() for one in plain), strict=True):
+                mean = sum(p.grad for p in same) / world_size
+                for p in same:
+                    p.grad = mean
+        for one in (optimizer, plain_optimizer):
+            one.step()
+            one.zero_grad()
+
+
+@on_ranks(2)
+def test_optimizer_state_under_names_that_differ_is_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    inner, ignored = with_experts(rank, "ignored_modules")
+    model = wrap(inner, **ignored)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(X).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=f"by different names.*'layers.{rank + 2}.weight'"):
+        FSDP.optim_state_dict(model, optimizer)
+    assert f"layers.{rank + 2}.weight" in model.state_dict()
 
 
 @on_ranks(2)
@@ -121,11 +191,24 @@ def test_error_of_one_rank_is_told_to_the_others(rank: int, world_size: int) -> 
 
 @on_ranks(2)
 def test_units_over_part_of_the_ranks_may_differ(rank: int, world_size: int) -> None:
-    """Each rank has an expert of its own size, in a group of its own."""
+    """Each rank has an expert of its own size, in a group of its own, whose gradients are not averaged."""
     groups = [dist.new_group([other]) for other in range(world_size)]
-    expert = nn.Sequential(nn.Linear(WIDTH, 3 + rank), nn.Linear(3 + rank, WIDTH))
-    model = wrap(nn.Sequential(nn.Linear(WIDTH, WIDTH), wrap(expert, process_group=groups[rank])))
-    model(X).sum().backward()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    plain.append(nn.Sequential(nn.Linear(WIDTH, 3 + rank), nn.Linear(3 + rank, WIDTH)))
+    module = copy.deepcopy(plain)
+    module[1] = wrap(module[1], process_group=groups[rank])
+    model = wrap(module)
+    for one in (plain, model):
+        one(X).sum().backward()
+    for param in plain[0].parameters():
+        dist.all_reduce(param.grad)
+        param.grad /= world_size
+    with FSDP.summon_full_params(model, with_grads=True):
+        found = {name: param.grad for name, param in model.named_parameters()}
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found.pop(name), param.grad)
+    assert not found
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -157,13 +240,19 @@ def test_looking_at_parameters_compares_nothing(rank: int, world_size: int) -> N
 
 @on_ranks(1)
 def test_one_rank_compares_nothing(rank: int, world_size: int) -> None:
-    with mock.patch.object(agreement, "_gather", side_effect=AssertionError):
-        per_block()(X)
+    net = Net()
+    expected = net(X)
+    with mock.patch.object(agreement, "_gather") as gather:
+        assert torch.equal(per_block(net)(X), expected)
+    assert not gather.called
 
 
 @on_ranks(2)
 def test_group_that_sends_nothing_agrees(rank: int, world_size: int) -> None:
-    model = per_block(Net(3 + rank))
-    silent = lambda digest, group, device: [bytes(agreement.DIGEST_NBYTES)] * world_size  # noqa: E731
-    with mock.patch.object(agreement, "_gather", silent):
-        agreement.agree(model, [("", model)], None)
+    model, heard = (per_block(Net(3 + rank)) for _ in range(2))
+    garbage = [bytes([other]) * agreement.DIGEST_NBYTES for other in range(world_size)]  # what was in the memory
+    with mock.patch.object(agreement, "_gather", return_value=garbage) as gather:
+        agreement.agree(model, list(units_with_paths(model)), None)
+    assert gather.called
+    with pytest.raises(RuntimeError, match="on rank 1"):  # the plans do differ
+        agreement.agree(heard, list(units_with_paths(heard)), None)

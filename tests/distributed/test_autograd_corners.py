@@ -19,11 +19,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-CPU = torch.device("cpu")
 
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
@@ -32,7 +31,7 @@ both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["ori
 def wrap(module: nn.Module, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
     from fsdp_c import FullyShardedDataParallel
 
-    options = {"device_id": CPU, "use_orig_params": True, "sharding_strategy": ShardingStrategy[strategy]}
+    options = {"device_id": device(), "use_orig_params": True, "sharding_strategy": ShardingStrategy[strategy]}
     return FullyShardedDataParallel(module, **(options | arguments))
 
 
@@ -50,7 +49,7 @@ def sharded(strategy: str = "FULL_SHARD", net: dict[str, Any] | None = None, **a
 
 
 def batch(rank: int, index: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(10 * index + rank)
+    generator = torch.Generator(device()).manual_seed(10 * index + rank)
     return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
 
 
@@ -564,7 +563,7 @@ def test_gradients_of_gradients_are_refused_clearly_x069(
     rank: int, world_size: int, use_orig_params: bool, strategy: str
 ) -> None:
     model = sharded(strategy, use_orig_params=use_orig_params)
-    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit .*gradients that themselves require gradients"):
+    with pytest.raises(RuntimeError, match=rf"gradients of gradients .rank {rank}, unit "):
         loss_of(model(batch(rank))).backward(create_graph=True)
 
 
@@ -581,7 +580,7 @@ def test_gradient_penalty_is_refused_or_right(rank: int, world_size: int, strate
         assert_same_gradients(model, plain(), step, rank, world_size)
     except RuntimeError as error:
         # as with torch: a second derivative reads parameters that were freed, and autograd says so
-        refusals = ("gradients that themselves require gradients", "out of bounds for storage")
+        refusals = ("does not support gradients of gradients", "out of bounds for storage")
         assert any(text in str(error) for text in refusals)
 
 
@@ -600,11 +599,16 @@ def test_inference_mode_gives_the_plain_output_and_holds_nothing(
 
 @all_strategies
 @on_ranks(2)
-def test_mixed_precision_graphs_are_finite_and_leave_nothing(rank: int, world_size: int, strategy: str) -> None:
+def test_mixed_precision_graphs_are_nearly_the_plain_ones_and_leave_nothing(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    graphs = (two_forwards, retained, first_forward_backward_first)
+    expected = expected_gradients(plain(), lambda model, one: [graph(model, one) for graph in graphs], world_size)
     before = settled_nbytes()
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = sharded(strategy, mixed_precision=precision)
-    for graph in (two_forwards, retained, first_forward_backward_first):
+    for graph in graphs:
         graph(model, rank)
         assert live_nbytes() == before, graph.__name__
-    assert all(value.isfinite().all() for value in full_gradients(model).values())
+    for name, value in full_gradients(model).items():
+        assert (value - expected[name]).norm() < 0.05 * expected[name].norm(), name

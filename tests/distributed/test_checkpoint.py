@@ -29,9 +29,8 @@ from tests import tensor_parallel as tp
 from tests.distributed.test_sharded_state_dict import contiguous, odd, wrap
 from tests.models import WIDTH, Block
 from tests.parity.engine import same_bits
-from tests.ranks import on_ranks, pool
+from tests.ranks import device, on_ranks, pool
 
-CPU = torch.device("cpu")
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 EXTRA = {"step": 3, "losses": [1.0, 0.5], "nested": {"name": "x", "tensor": torch.arange(4)}}
 
@@ -43,7 +42,7 @@ def made(
     if one_unit:
         options["auto_wrap_policy"] = None
     if strategy == "HYBRID_SHARD":
-        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options["device_mesh"] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     return wrap(odd(seed), use_orig_params, **options)
 
 
@@ -55,7 +54,7 @@ def adamw(model: nn.Module, groups: int = 2) -> torch.optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2, seed: int = 0) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device()).manual_seed(seed)
     for _ in range(steps):
         model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
         optimizer.step()
@@ -248,7 +247,7 @@ def test_saving_and_loading_send_objects_only_and_few(rank, world_size):
             "broadcast_object_list": 1,
         }
     # what gloo itself was asked for: sizes and bytes of these objects
-    assert sum(event.count for event in profile.key_averages() if event.key.startswith("gloo:")) <= 12
+    assert 0 < sum(event.count for event in profile.key_averages() if event.key.startswith("gloo:")) <= 12
     with Counted() as calls:
         checkpoint.load(model, optimizer, path)
         assert calls == {"all_gather_object": 2}
@@ -461,7 +460,7 @@ def plan_of(kind: str, seed: int) -> Any:
     model = tp.parallelized(model, "sequence")
     if kind == "alone":
         return model
-    options = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": ModuleWrapPolicy({tp.Layer}), "device_id": CPU}
+    options = {"device_mesh": tp.mesh()["dp"], "auto_wrap_policy": ModuleWrapPolicy({tp.Layer}), "device_id": device()}
     strategy = ShardingStrategy.NO_SHARD if kind == "unsharded" else ShardingStrategy.FULL_SHARD
     return FullyShardedDataParallel(model, use_orig_params=kind != "flat", sharding_strategy=strategy, **options)
 
@@ -517,7 +516,7 @@ def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(rank, wo
     plain = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 7))
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     parallelize_module(model, tp.mesh()["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    options = {"device_mesh": tp.mesh()["dp"], "device_id": CPU, "use_orig_params": use_orig_params}
+    options = {"device_mesh": tp.mesh()["dp"], "device_id": device(), "use_orig_params": use_orig_params}
     wrapped = FullyShardedDataParallel(model, **options)
     path = folder_of_ranks() / "ckpt"
     checkpoint.save(wrapped, None, path)
@@ -533,7 +532,7 @@ def test_whole_parameters_beside_unevenly_divided_ones_are_written_once(rank, wo
 @on_ranks(2)
 def test_a_dtensor_that_is_a_sum_is_refused(rank, world_size):
     model = nn.Linear(4, 4)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(device().type, (2,))
     partial = DTensor.from_local(model.weight.detach(), mesh, [dist.tensor.Partial()])
     model.weight = nn.Parameter(partial)
     folder = folder_of_ranks()
@@ -583,6 +582,7 @@ def test_damaged_data_are_an_error_on_all_ranks_that_names_file_and_parameter(ra
     path = folder_of_ranks() / "ckpt"
     checkpoint.save(model, optimizer, path)
     chunk = read_checkpoint(path).entries["optim.state.vector.exp_avg"].chunks[0]
+    dist.barrier()  # all have read
     if rank == 0:
         flipped(path / chunk.file, chunk.place.offset)
     dist.barrier()

@@ -30,7 +30,8 @@ def save_on_and_on(rank: int, path: Path, first: int, report: int) -> None:
     """One save after the other, telling before and after each."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}.rendezvous-{first}", rank=rank, world_size=2)
-    model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=torch.device("cpu"))
+    cpu = torch.device("cpu")  # a forked process has no GPU
+    model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=cpu)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 40)).sum().backward()
     optimizer.step()

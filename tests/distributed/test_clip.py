@@ -13,11 +13,11 @@ from torch.distributed.fsdp import MixedPrecision
 from tests.distributed.test_state_dict import STRATEGIES, all_strategies, assert_same, both_views, plain, wrap
 from tests.models import WIDTH
 from tests.parity.engine import same_bits
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 
 def backward(model: nn.Module, rank: int, scale: float = 10.0) -> None:
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     (model(x).float() * scale).square().mean().backward()
 
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
 from benchmarks.common import NoopGroup
+from tests.collectives import ALL_GATHER, ALL_GATHERS, REDUCE_SCATTER, REDUCE_SCATTERS
 from tests.parity.engine import implementation
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 UNITS = 4
 WIDTHS = (5, 6, 7, 8, 9)  # every unit has another size, by which its collectives are told apart
@@ -56,7 +57,7 @@ def build(which: str, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
         return implementation(which)(
             module,
             sharding_strategy=ShardingStrategy[strategy],
-            device_id=torch.device("cpu"),
+            device_id=device(),
             **({"use_orig_params": True} | arguments),
         )
 
@@ -64,7 +65,7 @@ def build(which: str, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
 
 
 def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTHS[0], generator=torch.Generator().manual_seed(rank))
+    return torch.randn(3, WIDTHS[0], generator=torch.Generator(device()).manual_seed(rank))
 
 
 def step(model: Any, rank: int) -> None:
@@ -85,7 +86,7 @@ def calls() -> Iterator[list[Any]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "all_gather_single", "reduce_scatter_single", "all_reduce"):
+        for name in ("all_gather", ALL_GATHER, REDUCE_SCATTER, "all_reduce"):
             patch.setattr(dist, name, logged(name, getattr(dist, name)))
         yield seen
 
@@ -172,7 +173,7 @@ def test_second_evaluation_gathers_again_what_torch_keeps_and_may_show_stale_e01
 # ----------------------------------------------------------------- replacements
 
 
-@pytest.mark.parametrize("name", ["all_gather_single", "all_gather_into_tensor"])
+@pytest.mark.parametrize("name", ALL_GATHERS)
 @on_ranks(2)
 def test_replaced_all_gather_fills_the_parameters(rank: int, world_size: int, name: str) -> None:
     model = build("fsdp_c")
@@ -190,7 +191,7 @@ def test_replaced_all_gather_fills_the_parameters(rank: int, world_size: int, na
         assert torch.equal(model(batch(rank)), before)
 
 
-@pytest.mark.parametrize("name", ["reduce_scatter_single", "reduce_scatter_tensor"])
+@pytest.mark.parametrize("name", REDUCE_SCATTERS)
 @on_ranks(2)
 def test_replaced_reduce_scatter_makes_the_gradients(rank: int, world_size: int, name: str) -> None:
     model = build("fsdp_c", use_orig_params=False)

@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import PER_BLOCK, accumulate_step, no_sync_after_sync_step, plain_step
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 LOW_PRECISION = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -174,7 +174,7 @@ def wrapped(name: str = "fsdp_c", strategy: str = "FULL_SHARD", **changes: Any) 
     return implementation(name)(
         Net(blocks=1),
         auto_wrap_policy=PER_BLOCK,
-        device_id=torch.device("cpu"),
+        device_id=device(),
         sharding_strategy=ShardingStrategy[strategy],
         **changes,
     )
@@ -275,7 +275,7 @@ def test_a_hook_is_registered_on_the_root_only(rank: int, world_size: int) -> No
 
 @on_ranks(2)
 def test_hybrid_strategies_take_no_hook(rank: int, world_size: int) -> None:
-    mesh = DeviceMesh("cpu", torch.arange(2).view(1, 2))
+    mesh = DeviceMesh(device().type, torch.arange(2).view(1, 2))
     model = wrapped(strategy="HYBRID_SHARD", device_mesh=mesh)
     with pytest.raises(AssertionError, match="not supported for hybrid strategies"):
         model.register_comm_hook(None, sum_hook)

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 
 def own_model(rank: int) -> nn.Module:
@@ -41,7 +41,7 @@ def test_sync_module_states_gives_all_ranks_the_values_of_rank_0(rank: int, worl
 
 @on_ranks(4)
 def test_sync_module_states_crosses_the_replicas_of_a_hybrid_strategy(rank: int, world_size: int) -> None:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
+    mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2))
     model = FSDP(
         own_model(rank),
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),

@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.distributed.test_optim_state_dict import assert_same_value, snapshot
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,18 +57,16 @@ def built(
     module = Net(2, tied_head=False)
     if frozen:  # a whole unit, as flat parameters ask for
         module.blocks[0].requires_grad_(False)
-    extra = {"device_mesh": init_device_mesh("cpu", (2,))} if mesh else {}
+    extra = {"device_mesh": init_device_mesh(device().type, (2,))} if mesh else {}
     policy = ModuleWrapPolicy({Block})
     cls = implementation(which)
-    model = cls(
-        module, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=torch.device("cpu"), **extra
-    )
+    model = cls(module, use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=device(), **extra)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
     return model, optimizer
 
 
 def train(model: nn.Module, optimizer: Any, rank: int, steps: int = 2) -> None:
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(device()).manual_seed(rank)
     for _ in range(steps):
         model(torch.randn(3, WIDTH, generator=generator)).square().mean().backward()
         optimizer.step()

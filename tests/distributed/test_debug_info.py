@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 BOTH = ("torch", "fsdp_c")
 X = torch.ones(3, WIDTH)
@@ -38,7 +38,7 @@ def build(which: str, level: dist.DebugLevel = dist.DebugLevel.INFO, **arguments
         return implementation(which)(
             Net(),
             auto_wrap_policy=ModuleWrapPolicy({Block}),
-            device_id=torch.device("cpu"),
+            device_id=device(),
             **({"use_orig_params": True} | arguments),
         )
 

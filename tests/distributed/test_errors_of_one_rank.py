@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 
 def build(**arguments: Any) -> FSDP:
     torch.manual_seed(5)
     return FSDP(
         nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))),
-        **({"device_id": torch.device("cpu"), "use_orig_params": True} | arguments),
+        **({"device_id": device(), "use_orig_params": True} | arguments),
     )
 
 
 def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
 
 
 def held(model: nn.Module, whether: bool = True) -> nn.Parameter:

@@ -15,17 +15,18 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
+from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.parity.engine import implementation
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 GATHER, REDUCE, SKIP = "FSDP_USE_FAKE_ALL_GATHER", "FSDP_USE_FAKE_REDUCE", "FSDP_SKIP_WRITEBACK_CHECK"
-COLLECTIVES = {"gather": "all_gather_single", "scatter": "reduce_scatter_single", "reduce": "all_reduce"}
+COLLECTIVES = {"gather": ALL_GATHER, "scatter": REDUCE_SCATTER, "reduce": "all_reduce"}
 
 
 def wrap(strategy: str = "FULL_SHARD", **changes: Any) -> Any:
     torch.manual_seed(4)
     return implementation("fsdp_c")(
-        nn.Linear(3, 2), device_id=torch.device("cpu"), sharding_strategy=ShardingStrategy[strategy], **changes
+        nn.Linear(3, 2), device_id=device(), sharding_strategy=ShardingStrategy[strategy], **changes
     )
 
 
@@ -65,7 +66,7 @@ def test_only_the_value_one_fakes_a_collective(rank: int, world_size: int, gathe
 
 @on_ranks(2)
 def test_all_reduces_stay_real(rank: int, world_size: int) -> None:
-    mesh = DeviceMesh("cpu", torch.arange(2).view(2, 1))
+    mesh = DeviceMesh(device().type, torch.arange(2).view(2, 1))
     with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1"}):
         models = wrap("NO_SHARD"), wrap("HYBRID_SHARD", device_mesh=mesh)
     for model in models:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import register_forward_method
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -60,7 +60,7 @@ def build(strategy: str = "FULL_SHARD", use_orig_params: bool = True, **argument
 
 
 def batch(rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
 
 
 @pytest.mark.parametrize("registered", ["unit", "inner"])
@@ -193,3 +193,45 @@ def test_what_cannot_be_registered_is_refused(rank: int, world_size: int) -> Non
         register_forward_method(model, "absent")
     with pytest.raises(ValueError, match="has a 'forward' of its own"):
         register_forward_method(model, "forward")
+
+
+class Past(nn.Module):
+    """Calls a layer of a unit past that unit."""
+
+    def __init__(self, use_orig_params: bool, layer: nn.Module) -> None:
+        super().__init__()
+        self.unit = FSDP(nn.Sequential(layer, nn.ReLU()), use_orig_params=use_orig_params, device_id=device())
+        self.own = nn.Linear(2, 2)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            return self.unit(x[:, 1:]) if x.dim() > 1 else self.own(x[1:])
+        return self.unit[0](x)
+
+
+@pytest.mark.parametrize("layer", ["Linear", "Conv1d", "LayerNorm"])
+@both_views
+@on_ranks(2)
+def test_error_of_a_layer_called_past_its_unit_names_unit_and_remedy(
+    rank: int, world_size: int, use_orig_params: bool, layer: str
+) -> None:
+    made = {"Linear": nn.Linear(WIDTH, 3), "Conv1d": nn.Conv1d(WIDTH, 3, 1), "LayerNorm": nn.LayerNorm(WIDTH)}[layer]
+    model = FSDP(Past(use_orig_params, made), use_orig_params=use_orig_params, device_id=device())
+    x = torch.ones(WIDTH, 4) if layer == "Conv1d" else torch.ones(3, WIDTH)
+    with pytest.raises(RuntimeError) as found:
+        model(x)
+    message = str(found.value)
+    for part in (f"rank {rank}, unit Sequential", "'0' are sharded now", "outside of that unit's forward"):
+        assert part in message
+    assert "register_forward_method" in message and message.count("sharded now") == 1
+
+
+@on_ranks(2)
+def test_error_of_a_layer_in_its_own_units_forward_stays_as_it_is(rank: int, world_size: int) -> None:
+    model = FSDP(Past(True, nn.Linear(WIDTH, 3)), use_orig_params=True, device_id=device())
+    model.module.fails = True
+    for x in (torch.ones(3, WIDTH), torch.ones(WIDTH)):
+        with pytest.raises(RuntimeError) as found:
+            model(x)
+        assert "sharded now" not in str(found.value)

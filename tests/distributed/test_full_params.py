@@ -80,7 +80,10 @@ def test_one_unit_is_gathered_at_a_time(rank, world_size):
 @on_ranks(2)
 def test_a_summoned_model_is_refused(rank, world_size):
     model = wrap(odd(), True)
-    with type(model).summon_full_params(model), pytest.raises(AssertionError, match="Expects the handle to be IDLE"):
+    with (
+        type(model).summon_full_params(model),
+        pytest.raises(AssertionError, match="Expects the handle training to be IDLE"),
+    ):
         dict(iter_full_params(model))
 
 

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+from tests.collectives import REDUCE_SCATTER
 from tests.models import Block, Net
 from tests.parity.engine import Point, Run, Scenario, assert_same_record, compare, implementation, record_run
 from tests.parity.scenarios import accumulate_step, no_sync_after_sync_step, no_sync_step, plain_step
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 PER_BLOCK = ModuleWrapPolicy({Block})
@@ -40,7 +41,7 @@ STEPS: dict[str, Callable[[Run], None]] = {
 def mesh(replicas: int, shards: int) -> DeviceMesh:
     """The mesh of this process; made once, since groups stay for the life of the ranks."""
     return DeviceMesh(
-        "cpu", torch.arange(replicas * shards).view(replicas, shards), mesh_dim_names=("replicate", "shard")
+        device().type, torch.arange(replicas * shards).view(replicas, shards), mesh_dim_names=("replicate", "shard")
     )
 
 
@@ -141,7 +142,7 @@ Call = tuple[str, dist.ProcessGroup, Tensor]  # a reduction: its kind, its group
 def recorded_reductions(run: Callable[[], None]) -> list[Call]:
     """The reductions that ``run`` sends, in order."""
     calls: list[Call] = []
-    scatter, reduce = dist.reduce_scatter_single, dist.all_reduce
+    scatter, reduce = getattr(dist, REDUCE_SCATTER), dist.all_reduce
 
     def on_scatter(output: Tensor, full: Tensor, *args: Any, group: dist.ProcessGroup, **kwargs: Any) -> Any:
         calls.append(("reduce_scatter", group, full.clone()))
@@ -152,7 +153,7 @@ def recorded_reductions(run: Callable[[], None]) -> list[Call]:
         return reduce(tensor, *args, group=group, **kwargs)
 
     with (
-        mock.patch.object(dist, "reduce_scatter_single", on_scatter),
+        mock.patch.object(dist, REDUCE_SCATTER, on_scatter),
         mock.patch.object(dist, "all_reduce", on_reduce),
     ):
         run()
@@ -196,7 +197,7 @@ def replica_gradient(name: str, rank: int, **changes: Any) -> float:
         module,
         device_mesh=mesh(2, 1),
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_id=torch.device("cpu"),
+        device_id=device(),
         **changes,
     )
     model(torch.tensor([[rank + 1.0]])).sum().backward()

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+import torch
+
 import fsdp_c
 from tests.ranks import close_pools, pool
 
@@ -36,7 +38,7 @@ def run_python(rank: int, world_size: int, folder: str) -> int:
     os.chdir(folder)
     try:
         sys.modules["migrating"] = module  # all other modules that the page imports stay
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             for block in of_language("python"):
                 at_its_line = "\n" * (block.line - 1) + block.text  # for tracebacks

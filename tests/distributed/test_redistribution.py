@@ -20,14 +20,14 @@ from fsdp_c.redistribution import (
     redistribute,
     shard_partition,
 )
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 SHAPES = [(5, 3), (), (0, 4), (1,), (2, 3, 4), (7,), (3, 0), (64, 33), (1, 9)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64]
 
 
 def tensors(mixed: bool) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(device()).manual_seed(3)
     dtypes = DTYPES if mixed else [torch.float32]
     return [
         torch.randint(0, 100, shape, generator=generator).to(dtypes[index % len(dtypes)])

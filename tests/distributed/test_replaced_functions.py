@@ -19,7 +19,8 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.api import HandleTrainingState
 from fsdp_c.flat_param import FlatParamHandle
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
+from tests.storage import HELD_BACK
 
 STEPS = 2
 UNITS = 4
@@ -35,13 +36,13 @@ def trained(rank: int, strategy: str, use_orig_params: bool, **options: Any) -> 
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
+        device_id=device(),
         **options,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record = []
     for step in range(STEPS):
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -104,7 +105,7 @@ def test_unshard_that_wraps_the_original_is_called(rank: int, world_size: int) -
 
 @on_ranks(2)
 def test_unshard_that_does_nothing_or_raises_leaves_nothing_allocated(rank: int, world_size: int) -> None:
-    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))
+    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
     x = torch.ones(2, WIDTH)
     with mock.patch.object(FlatParamHandle, "unshard", lambda handle: None):
         with pytest.raises(RuntimeError, match=f"rank {rank}, unit Linear: .* has not gathered"):
@@ -121,6 +122,23 @@ def test_unshard_that_does_nothing_or_raises_leaves_nothing_allocated(rank: int,
         model._handle._all_gather_flat_param(torch.empty(1))
     model._handle.reshard(True)
     model(x)
+
+
+@on_ranks(2)
+def test_steps_of_a_handle_take_their_arguments_by_name(rank: int, world_size: int) -> None:
+    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
+    model(torch.ones(2, WIDTH))
+    handle = model._handle
+    handle.reshard(free_unsharded_flat_param=True)
+    padded = handle._all_gather_flat_param(padded_unsharded_flat_param=handle._alloc_padded_unsharded_flat_param())
+    handle._use_unsharded_flat_param(padded_unsharded_flat_param=padded)
+    whole = handle.unsharded_nbytes
+    assert not handle.needs_unshard() and whole > 0
+    handle.reshard(free_unsharded_flat_param=True)
+    assert handle.needs_unshard() and handle.unsharded_nbytes == HELD_BACK * whole
+    for wrong in ({}, {"free_storage": True}):
+        with pytest.raises(TypeError):
+            handle.reshard(**wrong)
 
 
 @pytest.mark.parametrize("name", ["_reshard", "_post_backward_reshard"])
@@ -234,7 +252,7 @@ def test_replaced_registration_of_backward_hooks_is_called(
 
 @on_ranks(2)
 def test_outputs_are_what_the_replaced_registration_returns(rank: int, world_size: int) -> None:
-    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=torch.device("cpu"))
+    model = FSDP(nn.Linear(WIDTH, WIDTH), device_id=device())
     with mock.patch.object(_runtime_utils, "_register_pre_backward_hooks") as registration:
         assert model(torch.ones(2, WIDTH)) is registration.return_value
     assert model._handle.unsharded_nbytes == 0

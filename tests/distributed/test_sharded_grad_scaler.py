@@ -16,7 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import ShardedGradScaler
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STEPS = 8
 SCALERS = {"torch": Upstream, "fsdp_c": ShardedGradScaler}
@@ -32,13 +32,13 @@ def wrap(name: str, module: nn.Module, **arguments: Any) -> nn.Module:
     return implementation(name)(
         module,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
+        device_id=device(),
         **({"mixed_precision": FP16, "use_orig_params": True} | arguments),
     )
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
 
 
 def trained(name: str, rank: int, overflow: dict[int, int], unscale: bool, **arguments: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def trained(name: str, rank: int, overflow: dict[int, int], unscale: bool, **arg
     torch.manual_seed(5)
     model = wrap(name, Net(), **arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler = SCALERS[name]("cpu", init_scale=2.0**10, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
+    scaler = SCALERS[name](device().type, init_scale=2.0**10, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
     trace: dict[str, Any] = {}
     for step in range(STEPS):
         loss = model(batch(step, rank)).float().square().mean()
@@ -103,7 +103,7 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int, world_size: int
         precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=True)
         model = wrap(name, Net(), use_orig_params=False, mixed_precision=precision)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = SCALERS[name]("cpu", init_scale=256.0)
+        scaler = SCALERS[name](device().type, init_scale=256.0)
         scaler.scale(model(batch(0, rank)).float().square().mean()).backward()
         scaler.unscale_(optimizer)
         grads[name] = {key: param.grad for key, param in model.named_parameters()}
@@ -114,7 +114,7 @@ def test_kept_fp16_gradients_are_unscaled_as_by_torch(rank: int, world_size: int
 @on_ranks(2)
 def test_dense_gradients_take_one_native_kernel(rank: int, world_size: int) -> None:
     weights = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float16)]
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler = ShardedGradScaler(device().type, init_scale=4.0)
     scaler.scale(sum(weight.float().sum() for weight in weights)).backward()
     with torch.profiler.profile() as profile:
         scaler.unscale_(torch.optim.SGD(weights, lr=1.0))
@@ -134,7 +134,7 @@ def test_inf_on_one_rank_skips_the_step_on_all(  # A-152
 ) -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS[optimizer_name]([weight])
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler = ShardedGradScaler(device().type, init_scale=4.0)
     scaler.scale(weight.sum() * (float("inf") if rank == overflowing else 1.0)).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -146,7 +146,7 @@ def test_fused_optimizer_of_torch_steps_on_the_ranks_without_inf(rank: int, worl
     """torch's scaler asks no other rank where the optimizer looks for inf itself: the ranks drift apart."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = OPTIMIZERS["fused"]([weight])
-    scaler = Upstream("cpu", init_scale=4.0)
+    scaler = Upstream(device().type, init_scale=4.0)
     scaler.scale(weight.sum() * (float("inf") if rank == 1 else 1.0)).backward()
     scaler.step(optimizer)
     assert torch.equal(weight.detach(), torch.ones(3)) == (rank == 1)
@@ -157,7 +157,7 @@ def test_rank_without_gradients_takes_part(rank: int, world_size: int) -> None: 
     weight = nn.Parameter(torch.ones(3))
     idle = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight if rank == 0 else idle], lr=1.0)
-    scaler = ShardedGradScaler("cpu", init_scale=4.0)
+    scaler = ShardedGradScaler(device().type, init_scale=4.0)
     scaler.scale(weight.sum() * float("inf")).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
@@ -170,7 +170,7 @@ def test_only_the_ranks_of_the_group_share_a_finding(rank: int, world_size: int)
     groups = [dist.new_group([other]) for other in range(world_size)]
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = ShardedGradScaler("cpu", init_scale=4.0, growth_interval=1, process_group=groups[rank])
+    scaler = ShardedGradScaler(device().type, init_scale=4.0, growth_interval=1, process_group=groups[rank])
     scaler.scale(weight.sum() * (float("inf") if rank == 0 else 1.0)).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -183,7 +183,7 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: i
     values = torch.tensor([40000.0, 40000.0, 2.0], dtype=torch.float16)
     weight.grad = torch.sparse_coo_tensor([[0, 0, 2]], values, (3,)) if rank == 0 else torch.zeros_like(weight)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = ShardedGradScaler("cpu", init_scale=2.0)
+    scaler = ShardedGradScaler(device().type, init_scale=2.0)
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
     assert [found.item() for found in scaler._found_inf_per_device(optimizer).values()] == [1.0]
@@ -194,31 +194,33 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: i
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_scaling_keeps_the_dtype(dtype: torch.dtype) -> None:  # A-151
-    scaled = ShardedGradScaler("cpu", init_scale=8.0).scale(torch.full((2,), 3.0, dtype=dtype))
+    scaled = ShardedGradScaler(device().type, init_scale=8.0).scale(torch.full((2,), 3.0, dtype=dtype))
     assert scaled.dtype is dtype and scaled.tolist() == [24.0, 24.0]
 
 
 def test_scaling_keeps_lists_and_tuples() -> None:  # A-151
     one = torch.ones(1)
-    scaled = ShardedGradScaler("cpu", init_scale=2.0).scale([one, (one, [one])])
+    scaled = ShardedGradScaler(device().type, init_scale=2.0).scale([one, (one, [one])])
     assert type(scaled) is list and type(scaled[1]) is tuple and type(scaled[1][1]) is list
     assert [scaled[0].item(), scaled[1][0].item(), scaled[1][1][0].item()] == [2.0, 2.0, 2.0]
 
 
 def test_scaling_an_iterable_gives_an_iterator() -> None:  # A-151
-    scaled = ShardedGradScaler("cpu", init_scale=2.0).scale(tensor for tensor in (torch.ones(1), torch.zeros(1)))
+    scaled = ShardedGradScaler(device().type, init_scale=2.0).scale(
+        tensor for tensor in (torch.ones(1), torch.zeros(1))
+    )
     assert [tensor.item() for tensor in scaled] == [2.0, 0.0]
 
 
 @pytest.mark.parametrize("outputs", [3.0, "loss", [torch.ones(1), 2]])
 def test_scaling_what_holds_no_tensor_is_refused(outputs: Any) -> None:  # A-151, X-117
     with pytest.raises(ValueError, match="Tensor or an iterable of Tensors"):
-        ShardedGradScaler("cpu").scale(outputs)
+        ShardedGradScaler(device().type).scale(outputs)
 
 
 def test_scaling_on_an_unsupported_device_is_refused_and_named() -> None:  # X-118
     with pytest.raises(AssertionError, match="got meta"):
-        ShardedGradScaler("cpu").scale(torch.ones(1, device="meta"))
+        ShardedGradScaler(device().type).scale(torch.ones(1, device="meta"))
 
 
 # ----------------------------------------------------------------- misuse
@@ -228,7 +230,7 @@ def test_scaling_on_an_unsupported_device_is_refused_and_named() -> None:  # X-1
 def test_unscaling_twice_or_after_the_step_is_refused(rank: int, world_size: int) -> None:  # A-152, X-119
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = ShardedGradScaler("cpu")
+    scaler = ShardedGradScaler(device().type)
     scaler.scale(weight.sum()).backward()
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
@@ -239,7 +241,7 @@ def test_unscaling_twice_or_after_the_step_is_refused(rank: int, world_size: int
 
 
 def test_update_without_a_check_is_refused() -> None:  # X-120
-    scaler = ShardedGradScaler("cpu")
+    scaler = ShardedGradScaler(device().type)
     scaler.scale(torch.ones(1))
     with pytest.raises(AssertionError, match="No inf checks were recorded"):
         scaler.update()
@@ -249,7 +251,7 @@ def test_update_without_a_check_is_refused() -> None:  # X-120
     "new_scale", [torch.ones(2), torch.ones(1, requires_grad=True), torch.ones(1, device="meta")], ids=str
 )
 def test_bad_new_scale_is_refused(new_scale: Tensor) -> None:  # A-154, X-120
-    scaler = ShardedGradScaler("cpu")
+    scaler = ShardedGradScaler(device().type)
     scaler.scale(torch.ones(1))
     with pytest.raises(AssertionError, match="new_scale"):
         scaler.update(new_scale)
@@ -257,7 +259,7 @@ def test_bad_new_scale_is_refused(new_scale: Tensor) -> None:  # A-154, X-120
 
 @pytest.mark.parametrize("new_scale", [32.0, torch.tensor([32.0])], ids=["float", "tensor"])
 def test_new_scale_is_taken(new_scale: Any) -> None:  # A-154
-    scaler = ShardedGradScaler("cpu")
+    scaler = ShardedGradScaler(device().type)
     scaler.scale(torch.ones(1))
     scaler.update(new_scale)
     assert scaler.get_scale() == 32.0
@@ -267,7 +269,7 @@ def test_new_scale_is_taken(new_scale: Any) -> None:  # A-154
 def test_scale_does_not_grow_to_infinity(rank: int, world_size: int) -> None:
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    scaler = ShardedGradScaler("cpu", init_scale=2.0**127, growth_interval=1)
+    scaler = ShardedGradScaler(device().type, init_scale=2.0**127, growth_interval=1)
     scaler.scale(weight.sum() * 2.0**-120).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -277,7 +279,7 @@ def test_scale_does_not_grow_to_infinity(rank: int, world_size: int) -> None:
 def test_disabled_scaler_does_nothing_and_needs_no_group() -> None:  # A-155
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = ShardedGradScaler("cpu", enabled=False)
+    scaler = ShardedGradScaler(device().type, enabled=False)
     loss = weight.sum()
     assert scaler.scale(loss) is loss and not hasattr(scaler, "process_group")
     loss.backward()

@@ -23,7 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -37,7 +37,7 @@ def plain(seed: int = 0, **options: Any) -> Net:
 
 
 def wrap(module: nn.Module, use_orig_params: bool = True, which: str = "fsdp_c", **options: Any) -> Any:
-    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")} | options
+    options = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": device()} | options
     if isinstance(options.get("sharding_strategy"), str):
         options["sharding_strategy"] = ShardingStrategy[options["sharding_strategy"]]
     return implementation(which)(module, use_orig_params=use_orig_params, **options)
@@ -45,7 +45,7 @@ def wrap(module: nn.Module, use_orig_params: bool = True, which: str = "fsdp_c",
 
 def train(model: nn.Module, rank: int, steps: int = 2) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator(device()).manual_seed(rank)
     for _ in range(steps):
         model(torch.randn(3, WIDTH, generator=generator)).float().square().mean().backward()
         optimizer.step()
@@ -244,7 +244,7 @@ class Unread:
     most_alive = 0
 
     def __init__(self, tensor: Tensor) -> None:
-        self.array, self.shape, self.dtype = tensor.numpy(), tensor.shape, tensor.dtype
+        self.array, self.shape, self.dtype = tensor.cpu().numpy(), tensor.shape, tensor.dtype
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -464,7 +464,8 @@ def test_saving_warns_of_nothing_when_sharded(rank: int, world_size: int) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saved = model.state_dict()
-        model.load_state_dict(saved)
+        keys = model.load_state_dict(saved)
+    assert saved.keys() == plain().state_dict().keys() and keys.missing_keys == keys.unexpected_keys == []
 
 
 @on_ranks(2)
@@ -473,7 +474,7 @@ def test_buffer_without_a_recorded_dtype_is_named(rank: int, world_size: int) ->
     model = wrap(plain(), mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
     for unit in type(model).fsdp_modules(model):
         unit._buffer_name_to_orig_dtype.clear()
-    with pytest.raises(AssertionError, match="is missing from the original buffer dtypes"):
+    with pytest.raises(AssertionError, match="is missing from pre-computed dict on rank"):
         model.state_dict()
 
 

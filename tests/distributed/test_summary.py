@@ -16,7 +16,7 @@ from fsdp_c import _C, plan, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.distributed.test_collective_calls import calls
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 from tests.storage import settled_nbytes
 
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -91,7 +91,7 @@ def wrap(build: Callable[[], nn.Module], strategy: str, settings: dict[str, Any]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         strategy_of = ShardingStrategy[strategy]
-        return FSDP(build(), device_id=torch.device("cpu"), sharding_strategy=strategy_of, **settings)
+        return FSDP(build(), device_id=device(), sharding_strategy=strategy_of, **settings)
 
 
 def step(model: FSDP) -> None:

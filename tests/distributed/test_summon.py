@@ -19,7 +19,7 @@ from tests.distributed.test_state_dict import (
     wrap,
 )
 from tests.models import WIDTH, Block
-from tests.parity.engine import implementation
+from tests.parity.engine import implementation, same_bits
 from tests.ranks import on_ranks
 
 
@@ -112,12 +112,13 @@ def test_rank0_only_shows_the_other_ranks_their_shards(rank: int, world_size: in
 
 @both_views
 @on_ranks(2)
-def test_offload_to_cpu_on_the_cpu_shows_live_values_and_keeps_edits(
+def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     model = wrap(plain(), use_orig_params)
     with pytest.warns(UserWarning, match="rank0_only=True"), summon(model, offload_to_cpu=True):
         assert_same(dict(plain().named_parameters()), shown(model))
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
         with torch.no_grad():
             model.module.inp.bias.fill_(3)
     assert_same(plain().state_dict() | {"inp.bias": torch.full((WIDTH,), 3.0)}, full_state_dict(model))
@@ -136,7 +137,8 @@ def test_copies_of_an_offload_carry_their_edits_back(
     model._handle.summon_enter(writeback)
     with unshard_params._offloaded(model._handle, writeback):
         assert gathered_nbytes(model) == 0
-        assert torch.equal(model.module.inp.bias, plain().inp.bias)
+        assert model.module.inp.bias.device.type == "cpu"
+        assert same_bits(model.module.inp.bias, plain().inp.bias)
         with torch.no_grad():
             model.module.inp.bias.fill_(3)
     model._handle.summon_exit()
@@ -291,9 +293,12 @@ def test_exception_in_the_body_leaves_the_parameters_sharded(rank: int, world_si
 def test_units_left_gathered_by_a_forward_stay_so(rank: int, world_size: int, use_orig_params: bool) -> None:
     model = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     output = model(torch.ones(2, WIDTH))
+    gathered = gathered_nbytes(model)
     with summon(model):
         pass
+    assert gathered_nbytes(model) == gathered > 0
     output.sum().backward()
+    assert any(param.grad is not None for param in model.parameters())
     reference = wrap(plain(), use_orig_params, sharding_strategy="SHARD_GRAD_OP")
     reference(torch.ones(2, WIDTH)).sum().backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)

@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.standins import dtensor_extensions as standins
 from tests import tensor_parallel as tp
 from tests.parity.engine import (
     STEPS,
@@ -55,9 +56,8 @@ from tests.parity.scenarios import (
     plain_step,
     several_forwards_step,
 )
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
-CPU = torch.device("cpu")
 PER_LAYER = ModuleWrapPolicy({tp.Layer})
 PLANS = ("mlp", "sequence")
 both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
@@ -72,7 +72,7 @@ def plain(seed: int = 3, **options: Any) -> tp.Language:
 def wrap(model: nn.Module, which: str = "fsdp_c", **arguments: Any) -> Any:
     defaults = {
         "device_mesh": tp.mesh()["dp"],
-        "device_id": CPU,
+        "device_id": device(),
         "use_orig_params": True,
         "auto_wrap_policy": PER_LAYER,
     }
@@ -283,7 +283,7 @@ def test_tied_parameter_stays_tied(rank: int, world_size: int, use_orig_params: 
     assert wrap(tied(), "torch", **arguments)._flat_param._fqns == ["a.weight", "b.weight"]
     model, reference = wrap(tied(), **arguments), Tied()
     assert model._flat_param._fqns == ["a.weight"]
-    data = torch.randn(2, 3, tp.WIDTH, generator=torch.Generator().manual_seed(1))
+    data = torch.randn(2, 3, tp.WIDTH, generator=torch.Generator(device()).manual_seed(1))
     model(data[rank // 2]).square().mean().backward()
     reference(data).square().mean().backward()
     for module in (model, reference):
@@ -408,7 +408,7 @@ def test_full_state_dict_holds_dtensors_of_the_tensor_parallel_mesh(
     assert state["layers.0.up.weight"].placements == (Shard(0),)
     assert state["layers.0.up.weight"].device_mesh == tp.mesh()["tp"]
     assert not isinstance(state["head.weight"], DTensor)
-    assert_close(plain().state_dict(), {name: full(value) for name, value in state.items()})
+    assert_close(plain().state_dict(), {name: full(value).to(device()) for name, value in state.items()})
 
 
 @pytest.mark.parametrize("form", ["dtensors", "plain", "assigned"])
@@ -563,7 +563,7 @@ def test_sharded_state_dict_equals_torchs_and_loads_again(
         model = implementation(which)(
             tp.parallelized(plain(), plan),
             device_mesh=tp.mesh()["dp"],
-            device_id=torch.device("cpu"),
+            device_id=device(),
             auto_wrap_policy=ModuleWrapPolicy({tp.Layer}),
             use_orig_params=use_orig_params,
         )
@@ -633,7 +633,7 @@ def assert_is_reference(state: dict[str, Any]) -> None:
     assert sorted(state["state"]) == sorted(dict(model.named_parameters()))
     for name, param in model.named_parameters():
         for key, expected in optimizer.state[param].items():
-            torch.testing.assert_close(full(state["state"][name][key]), expected)
+            torch.testing.assert_close(full(state["state"][name][key]), expected, check_device=False)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
@@ -708,3 +708,16 @@ def local_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[tuple[int,
         for index, param in enumerate(model.parameters())
         for key, value in optimizer.state.get(param, {}).items()
     }
+
+
+# ------------------------------------------------------------------ on a torch without FSDP1
+
+
+@both_views
+@on_ranks(4, timeout_s=120)
+def test_our_extension_does_what_torchs_does(rank: int, world_size: int, use_orig_params: bool) -> None:
+    with mock.patch("fsdp_c.construction.dtensor_extensions", lambda: standins.DTensorExtensions):
+        assert isinstance(wrap(tp.parallelized(plain(), "mlp"))._fsdp_extension, standins.DTensorExtensions)
+        compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)
+        sharded = test_sharded_state_dict_equals_torchs_and_loads_again.rank_body
+        sharded(rank, world_size, plan="mlp", use_orig_params=use_orig_params)

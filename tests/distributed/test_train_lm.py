@@ -19,6 +19,7 @@ import train_lm  # noqa: E402
 
 from fsdp_c import checkpoint  # noqa: E402
 from fsdp_c.checkpoint import cli  # noqa: E402
+from tests.ranks import device_type  # noqa: E402
 
 TEXT = ROOT / "LICENSE"
 CONTEXT = 16
@@ -30,7 +31,9 @@ def train(*flags: str, world_size: int = 2) -> subprocess.CompletedProcess[str]:
     """Run the script on ranks of this machine."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     command = [*launcher, str(EXAMPLES / "train_lm.py"), *SMALL, *SHORT, "--sample-bytes", "8", *flags]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command += ["--device", device_type()]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment, check=False)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STEPS = 10
 BATCH = 4
@@ -44,7 +44,7 @@ def shard(model: nn.Module, strategy: str = "FULL_SHARD", use_orig_params: bool 
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=ShardingStrategy[strategy],
         use_orig_params=use_orig_params,
-        device_id=torch.device("cpu"),
+        device_id=device(),
         **arguments,
     )
 
@@ -55,7 +55,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def batches(step: int, world_size: int, dtype: torch.dtype, index: int = 0) -> Tensor:
     """The inputs of all ranks, one after the other."""
-    generator = torch.Generator().manual_seed(100 * step + index)
+    generator = torch.Generator(device()).manual_seed(100 * step + index)
     return torch.randn(world_size * BATCH, WIDTH, generator=generator, dtype=dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation, same_bits
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
+from tests.simulated_gpu import races
 
 STEPS = 4
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
@@ -38,13 +40,13 @@ def build(name: str, strategy: str = "FULL_SHARD", net: dict[str, Any] | None = 
         Net(**(net or {})),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         sharding_strategy=ShardingStrategy[strategy],
-        device_id=torch.device("cpu"),
+        device_id=device(),
         **({"use_orig_params": True} | arguments),
     )
 
 
 def batch(step: int, rank: int) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * step + rank))
 
 
 def backward(model: nn.Module, step: int, rank: int) -> None:
@@ -68,12 +70,14 @@ class Trace(dict[str, Any]):
 Body = Callable[[Any, Trace, int], None]
 
 
-def compare(rank: int, body: Body, strategy: str, **arguments: Any) -> Trace:
+def compare(rank: int, body: Body, strategy: str, torch_races: bool = False, **arguments: Any) -> Trace:
     """Run the body on torch's FSDP1 and on fsdp_c, require equal records, return fsdp_c's."""
     traces = {}
     for name in ("torch", "fsdp_c"):
         traces[name] = Trace()
         body(build(name, strategy, **arguments), traces[name], rank)
+        if torch_races and name == "torch":
+            races.forget()
     expected, actual = traces["torch"], traces["fsdp_c"]
     assert expected.keys() == actual.keys()
     different = [moment for moment in expected if not same_bits(expected[moment], actual[moment])]
@@ -265,14 +269,15 @@ def test_freezing_and_unfreezing_between_steps(  # C-119, D-125
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
 @on_ranks(2)
 def test_wholly_frozen_root_under_no_shard_is_unfrozen(rank: int, world_size: int, name: str) -> None:  # C-119
-    """torch leaves plain tensors on the modules of such a root, and nobody looks at requires_grad again."""
+    """torch leaves plain tensors on the modules of such a root and never looks at requires_grad again; 2.15 raises."""
     model, untouched = build(name, "NO_SHARD"), build(name, "NO_SHARD")
     params = named(model)
     freeze_root(params, 1)
     backward(model, 0, rank)
     freeze_root(params, 3)
     model.zero_grad()
-    backward(model, 1, rank)
+    with contextlib.suppress(RuntimeError) if name == "torch" else contextlib.nullcontext():
+        backward(model, 1, rank)
     backward(untouched, 1, rank)
     expected = named(untouched)["head.bias"].grad
     grad = params["head.bias"].grad
@@ -361,7 +366,8 @@ def test_edited_gradients_are_taken_over(rank: int, world_size: int, strategy: s
             optimizer.zero_grad()
             trace.record(f"{step} stepped", named(model))
 
-    compare(rank, body, strategy)
+    # torch takes them over on the stream that gathers, and adds to them on the one that reduces
+    compare(rank, body, strategy, torch_races=True)
 
 
 @pytest.mark.parametrize("name", ["torch", "fsdp_c"])
@@ -392,7 +398,7 @@ def test_error_of_an_untied_parameter_names_both(rank: int, world_size: int) -> 
     model = build("fsdp_c", net={"tied": True})
     block = model.blocks[0]._fsdp_wrapped_module
     block.square_again.weight = nn.Parameter(block.square.weight.detach().clone())
-    with pytest.raises(NotImplementedError, match=f"rank {rank}.*Block.*one shared parameter"):
+    with pytest.raises(NotImplementedError, match=f"Changing shared parameters .*rank {rank}.*Block"):
         model(batch(0, rank))
 
 
@@ -431,7 +437,7 @@ def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers
 ) -> None:
     """C-134, parity 20: one is looked at per gather. Each rank holds two of the four, so that both raise together."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
-    model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=torch.device("cpu"))
+    model = implementation("fsdp_c")(layers, use_orig_params=True, device_id=device())
     with torch.no_grad():
         model(batch(0, rank))
     name = "3.weight" if rank == 0 else "0.weight"
@@ -440,7 +446,12 @@ def test_data_put_where_the_rank_holds_nothing_is_refused_within_as_many_gathers
         for _ in range(2):
             model(batch(0, rank))
     message = str(found.value)
-    for part in (f"rank {rank}, unit Sequential: {name}", "[3]", "summon_full_params(module, writeback=True)"):
+    for part in (
+        f"{name} of unit Sequential",
+        f"rank {rank} holds none",
+        "[3]",
+        "summon_full_params(module, writeback=True)",
+    ):
         assert part in message
 
 
@@ -572,5 +583,5 @@ def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size:
         for step in range(2):
             backward(model, step, rank)
     plain, offloaded = map(named, models)
-    assert all(torch.equal(plain[name], param) for name, param in offloaded.items())
+    assert all(same_bits(plain[name], param) for name, param in offloaded.items())
     assert all(param.grad is None for param in offloaded.values())

@@ -22,6 +22,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import train_lm  # noqa: E402
 
+from tests.collectives import REDUCE_SCATTER  # noqa: E402
+
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 STEP = 3  # steps that are done when the fault comes, or with it, for a save
 TIMEOUT = timedelta(seconds=5)
@@ -51,8 +53,13 @@ class Fault:
         blocks = [block.module for block in trainer.model.module.blocks]
         blocks[0].mlp_in.register_forward_pre_hook(lambda *_: self.strike_in("forward"))
         blocks[-1].mlp_in.register_full_backward_hook(lambda *_: self.strike_in("backward"))
-        reduce_scatter = dist.reduce_scatter_single
-        dist.reduce_scatter_single = lambda *args, **options: (self.on_reduction(), reduce_scatter(*args, **options))[1]
+        reduce_scatter = getattr(dist, REDUCE_SCATTER)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            self.on_reduction()
+            return reduce_scatter(*args, **options)
+
+        setattr(dist, REDUCE_SCATTER, counted)
         sys.addaudithook(self.on_event)
 
     def on_reduction(self) -> None:

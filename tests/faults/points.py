@@ -11,6 +11,8 @@ import pytest
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.collectives import ALL_GATHER, REDUCE_SCATTER
+
 
 class Trouble(Exception):
     """What the user's own code raises."""
@@ -56,7 +58,7 @@ class Points:
         if len(gradients) == 1:
             dist.all_reduce(gradients[0])
         else:
-            dist.reduce_scatter_single(gradients[1], gradients[0])
+            getattr(dist, REDUCE_SCATTER)(gradients[1], gradients[0])
         self.reach("after the comm hook's collective")
 
 
@@ -91,7 +93,7 @@ def watched_collective(points: Points, name: str) -> Callable[..., Any]:
 @contextmanager
 def watched_collectives(points: Points) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_single", "reduce_scatter_single", "all_reduce"):
+        for name in (ALL_GATHER, REDUCE_SCATTER, "all_reduce"):
             patch.setattr(dist, name, watched_collective(points, name))
         yield
 

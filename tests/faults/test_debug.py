@@ -15,17 +15,17 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.debug import checksum, detect_anomalies
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 
 def build(**arguments: Any) -> FSDP:
     torch.manual_seed(5)
-    options = {"use_orig_params": True, "device_id": torch.device("cpu")} | arguments
+    options = {"use_orig_params": True, "device_id": device()} | arguments
     return FSDP(Net(blocks=2), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
 
 
 def loss(model: FSDP, rank: int) -> Tensor:
-    batch = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(rank))
+    batch = torch.randn(1, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     return model(batch).float().square().mean()
 
 
@@ -120,7 +120,7 @@ def test_buffers_that_drift_are_named_unless_left_out(rank: int, world_size: int
 
 @on_ranks(4, label="faults")
 def test_hybrid_replicas_that_drift_are_named_on_all_ranks(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
+    mesh = init_device_mesh(device().type, (2, 2))
     model = build(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh)
     checksum(model)
     loss(model, rank).backward()

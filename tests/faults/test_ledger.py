@@ -20,8 +20,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint, ledger, where
+from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Block, Net
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def build() -> FSDP:
     return FSDP(
         Net(blocks=2),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
-        device_id=torch.device("cpu"),
+        device_id=device(),
         use_orig_params=True,
     )
 
@@ -123,13 +124,13 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
     with ledgers(str(tmp_path)):
         model = build()
         model(torch.randn(3, WIDTH)).sum().backward()
-        with mock.patch.object(dist, "all_gather_single", lambda *_, **__: Lost()):
+        with mock.patch.object(dist, ALL_GATHER, lambda *_, **__: Lost()):
             with pytest.raises(RuntimeError, match="the peer is gone") as raised:
                 model(torch.randn(3, WIDTH))
-        with mock.patch.object(dist, "reduce_scatter_single", side_effect=dist.DistBackendError("aborted")):
+        with mock.patch.object(dist, REDUCE_SCATTER, side_effect=dist.DistBackendError("aborted")):
             with pytest.raises(dist.DistBackendError, match="aborted\\nrank .* waits in the reduction of Block at"):
                 model(torch.randn(3, WIDTH)).sum().backward()
-        with mock.patch.object(dist, "reduce_scatter_single", lambda *_, **__: Lost()):
+        with mock.patch.object(dist, REDUCE_SCATTER, lambda *_, **__: Lost()):
             with pytest.raises(RuntimeError, match="waits in the reduction of Block at 'blocks.1'"):
                 model(torch.randn(3, WIDTH)).sum().backward()
         model(torch.randn(3, WIDTH)).sum().backward()

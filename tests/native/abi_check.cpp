@@ -8,6 +8,8 @@
 
 #include "torch/torch_abi.h"
 
+extern "C" const char *torch_exception_get_what_without_backtrace(); // torch declares it from 2.13 on
+
 #define CHECK(result, name, arguments)                                                                                 \
     static_assert(std::is_same_v<decltype(torch_abi::name), decltype(&::name)>,                                        \
                   "torch_abi.h disagrees with torch about " #name);

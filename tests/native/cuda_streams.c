@@ -37,6 +37,10 @@ int follow(void) {
     return stream_follow(&streams);
 }
 
+int give_back(void) {
+    return stream_give_back(&streams);
+}
+
 int enter(int role) {
     return stream_enter(&streams, (enum stream_role)role);
 }

@@ -196,6 +196,28 @@ def a_hook_under_another_stream_is_that_streams(folder: str) -> None:
     library.finish()
 
 
+def streams_that_were_left_wait_for_the_one_that_used_their_memory(folder: str) -> None:
+    """Each once, and not the one that is current again."""
+    library, driver, cuda = started(folder, 0, 0)
+    library.give_back()
+    assert calls(driver) == []
+    for stream in (150, 160, 150):
+        cuda.make_current(SimpleNamespace(cuda_stream=stream, device_index=0))
+        library.follow()
+    calls(driver)
+    library.give_back()
+    said = [call.split(" context")[0] for call in calls(driver)]
+    assert said == ["record event 1 stream 150", "wait event 1 stream 0", "wait event 1 stream 160"], said
+    for stream in range(170, 200):
+        cuda.make_current(SimpleNamespace(cuda_stream=stream, device_index=0))
+        library.follow()
+    calls(driver)
+    library.give_back()
+    said = [call.split(" context")[0].rpartition(" ")[2] for call in calls(driver)]
+    assert said[0] == "199" and sorted(said[1:]) == ["195", "196", "197", "198"], said
+    library.finish()
+
+
 def the_pool_is_entered_and_left(folder: str) -> None:
     library, _, cuda = started(folder, 0, 0)
     cuda.said.clear()
@@ -243,6 +265,7 @@ CASES = {
         a_thread_without_context_gets_none_of_another_device,
         a_step_under_another_stream_comes_after_the_one_before,
         a_hook_under_another_stream_is_that_streams,
+        streams_that_were_left_wait_for_the_one_that_used_their_memory,
         the_pool_is_entered_and_left,
         an_error_on_a_side_stream_stays_and_the_stream_is_left,
         a_torch_that_refuses_is_told,

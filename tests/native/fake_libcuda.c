@@ -58,6 +58,12 @@ int cuStreamWaitEvent(void *stream, void *event, unsigned flags) {
     return flags == 0 ? note("wait", (uintptr_t)event, (uintptr_t)stream) : 1;
 }
 
+int cuStreamIsCapturing(void *stream, int *status) {
+    (void)stream;
+    *status = 0;
+    return 0;
+}
+
 int cuStreamGetCtx(void *stream, void **context) {
     *context = (void *)((uintptr_t)stream / 100);
     return *context ? 0 : 201;

@@ -12,7 +12,7 @@ import pytest
 from tests.native.cuda_streams import CASES
 from tests.native.test_native import CSRC, NATIVE
 
-SOURCES = [NATIVE / "cuda_streams.c", *(CSRC / "torch" / name for name in ("stream.c", "pool.c", "trace.c"))]
+SOURCES = [NATIVE / "cuda_streams.c", *(CSRC / "torch" / name for name in ("stream.c", "pool.c"))]
 
 
 @pytest.fixture(scope="module")

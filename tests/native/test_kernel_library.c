@@ -3,6 +3,7 @@
 #define _GNU_SOURCE /* dladdr */
 #endif
 #include <dlfcn.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -51,6 +52,9 @@ static void test_a_missing_library_is_told_from_one_that_cannot_be_loaded(void) 
     check_told("built without its CUDA kernels");
     put_library();
     check_told("_cuda.so: "); /* the loader's own words */
+    CHECK(setenv("FSDP_C_CUDA_KERNELS", "/nowhere/else.so", 1) == 0);
+    check_told("built without its CUDA kernels");
+    CHECK(unsetenv("FSDP_C_CUDA_KERNELS") == 0);
 }
 
 int main(void) {

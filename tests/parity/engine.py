@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FullStateDictConfig, MixedPrecision, Sharding
 from torch.distributed.tensor import DTensor
 
 from tests.models import WIDTH
+from tests.ranks import device
+from tests.simulated_gpu import races
 
 BATCH = 3
 STEPS = 10
@@ -90,7 +92,7 @@ class Run:
             "sharding_strategy": ShardingStrategy[self.point.strategy],
             "use_orig_params": self.point.use_orig_params,
             "mixed_precision": replace(found) if (found := PRECISIONS[self.point.precision]) is not None else None,
-            "device_id": torch.device("cpu"),
+            "device_id": device(),
         }
         return self.fsdp(module, **(arguments | changes))
 
@@ -134,7 +136,7 @@ class Run:
     # ---------------------------------------------------------------- stepping
     def batch(self, index: int = 0) -> Tensor:
         """This rank's input of micro-batch ``index`` of the current step; differs by rank."""
-        generator = torch.Generator().manual_seed(1000 * self.step + 10 * index + self.rank)
+        generator = torch.Generator(device()).manual_seed(1000 * self.step + 10 * index + self.rank)
         x = torch.randn(BATCH, WIDTH, generator=generator)
         return x.bfloat16() if self.point.precision == "cast_inputs" else x
 
@@ -185,18 +187,23 @@ def record_run(
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Equal dtype, shape and values, NaN equal to NaN; other objects by ``==``."""
+    """Equal dtype, shape and values on whatever devices, NaN equal to NaN; other objects by ``==``."""
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
         return type(left) is type(right) and left == right
+    left, right = left.cpu(), right.cpu()
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
 
 
+def same_device(left: Any, right: Any) -> bool:
+    return getattr(left, "device", None) == getattr(right, "device", None)
+
+
 def describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} on {value.device}"
 
 
 def difference(label: str, expected: Any, actual: Any) -> str:
@@ -207,6 +214,7 @@ def difference(label: str, expected: Any, actual: Any) -> str:
         and expected.shape == actual.shape
         and expected.numel()
     ):
+        expected, actual = expected.cpu(), actual.cpu()
         gap = (expected.double() - actual.double()).abs()
         worst = int(gap.nan_to_num(nan=float("inf")).argmax())
         values = expected.flatten()[worst].item(), actual.flatten()[worst].item()
@@ -221,7 +229,7 @@ def differences(expected: dict[str, Any], actual: dict[str, Any]) -> Iterator[st
         elif label not in expected:
             yield f"{label}: only fsdp_c has it"
     for label, value in expected.items():
-        if label in actual and not same_bits(value, actual[label]):
+        if label in actual and not (same_device(value, actual[label]) and same_bits(value, actual[label])):
             yield difference(label, value, actual[label])
 
 
@@ -242,9 +250,14 @@ def assert_record_is_worth_comparing(trace: dict[str, Any]) -> None:
     assert any(not same_bits(starts[name], ends[name]) for name in starts if starts[name].numel())
 
 
-def compare(point: Point, scenario: Scenario, rank: int, world_size: int) -> None:
-    """Run the point with torch and with fsdp_c and require every record to be bitwise the same."""
+def compare(point: Point, scenario: Scenario, rank: int, world_size: int, torch_races: bool = False) -> None:
+    """Run the point with torch and with fsdp_c and require every record to be bitwise the same.
+
+    ``torch_races``: on the simulated GPU torch's FSDP1 has a race there, and its outcome is that of launch order.
+    """
     expected = record_run(point, scenario, "torch", rank, world_size)
     assert_record_is_worth_comparing(expected)
+    if torch_races:
+        races.forget()
     actual = record_run(point, scenario, "fsdp_c", rank, world_size)
     assert_same_record(point, expected, actual)

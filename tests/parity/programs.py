@@ -12,16 +12,17 @@ cases. The generator leaves out
 - local gradients (no_sync) that are dropped, clipped, saved or stepped on: upstream keeps them in several places until
   the next synced backward;
 - a forward with gradients but no backward, so also one that raises, when parameters are cast: upstream loses the
-  gradients of the next step;
+  gradients of the next step (parity 29);
 - keep_low_precision_grads: upstream fails to assign such gradients with use_orig_params;
 - two forwards before one backward through a reentrant checkpoint: upstream reads freed storage;
 - reentrant checkpoints around a part of a unit: upstream reduces and frees the unit after the first part;
 - channels-last weights with use_orig_params where nothing is sharded: upstream shows their gradients with the elements
-  in another order;
+  in another order (parity 30);
 - backwards in no_sync with frozen parameters in a trained unit, with use_orig_params: upstream gives them gradients;
-- a synced backward that leaves out a unit with local gradients: upstream keeps them, unreduced, for the optimizer;
+- a synced backward that leaves out a unit with local gradients: upstream keeps them, unreduced, for the optimizer
+  (parity 29);
 - a forward that raises, and one that leaves out a unit that was prefetched, with use_orig_params where nothing is
-  sharded: upstream does not put the parameters back;
+  sharded: upstream does not put the parameters back (parity 32);
 - tied weights cast in no_sync, with use_orig_params where nothing is sharded: upstream assigns a gradient of another
   dtype and raises;
 - gradients of frozen parameters inside summon_full_params: upstream shows zeros, fsdp_c None;
@@ -37,6 +38,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -49,6 +51,7 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDict
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.engine import OPTIMIZERS, Point, Run, implementation
+from tests.ranks import device
 
 BATCH = 3
 LENGTHS = (6, 12)  # operations in a program, before those that the rules above insert
@@ -413,7 +416,7 @@ class ProgramRun(Run):
 
     # ---------------------------------------------------------------- helpers
     def batch(self, index: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * self.step + 10 * index + self.rank)
+        generator = torch.Generator(device()).manual_seed(1000 * self.step + 10 * index + self.rank)
         return torch.randn(BATCH, self.program.width, generator=generator)
 
     def blocks(self) -> list[Block]:
@@ -479,7 +482,7 @@ class ProgramRun(Run):
         self.record("names", sorted(self.saved))
         for name, value in self.saved.items():
             if isinstance(value, ShardedTensor):
-                self.record(f"metadata of {name}", str(value.metadata()))
+                self.record(f"metadata of {name}", _metadata_text(value))
             for index, local in enumerate(_local_tensors(value)):
                 self.record(f"saved {name}, {index}", local)
 
@@ -522,6 +525,12 @@ class ProgramRun(Run):
         with contextlib.suppress(ArithmeticError), contextlib.nullcontext() if sync else self.model.no_sync():
             self.loss(self.model(self.batch())).backward()
         chosen.raises = chosen.raises_in_backward = False
+
+
+def _metadata_text(value: ShardedTensor) -> str:
+    """With gloo beside NCCL torch says of shards on a GPU that they are on the CPU: there it is left out."""
+    text = str(value.metadata())
+    return text if device().type == "cpu" else re.sub(r"placement=rank:\d+/[\w:]+", "", text)
 
 
 def _local_tensors(value: Tensor | ShardedTensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ is tested.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -26,19 +27,21 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import implementation
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
+from tests.simulated_gpu import races
 
-CPU = torch.device("cpu")
 BOTH = ("torch", "fsdp_c")
+NO_ACCELERATOR = "Cannot access accelerator device|Found no NVIDIA driver"  # torch built for the CPU, or for CUDA
 
 
 def wrap(which: str, module: nn.Module, **arguments: Any) -> Any:
     if "strategy" in arguments:
         arguments["sharding_strategy"] = ShardingStrategy[arguments.pop("strategy")]
-    return implementation(which)(module, **({"device_id": CPU, "use_orig_params": True} | arguments))
+    return implementation(which)(module, **({"device_id": device(), "use_orig_params": True} | arguments))
 
 
 def per_block(which: str, *, net: dict[str, Any] | None = None, **arguments: Any) -> Any:
@@ -51,7 +54,7 @@ def plain(**options: Any) -> Net:
 
 
 def batch(rank: int, index: int = 0) -> Tensor:
-    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * index + rank))
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
 
 
 def full_gradients(model: Any) -> list[Tensor]:
@@ -86,7 +89,7 @@ def gradients_or_error(step: Callable[[], list[Tensor]]) -> list[Tensor] | str:
 def test_row_1_hybrid_shard_over_one_rank_reduces_over_its_replicas(rank: int, world_size: int) -> None:
     found = {}
     for which in BOTH:
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
         layer = nn.Linear(1, 1, bias=False)
         model = wrap(which, layer, strategy="HYBRID_SHARD", device_mesh=mesh)
         model(torch.full((1, 1), 1.0 + rank)).sum().backward()
@@ -111,7 +114,7 @@ def test_row_3_offloaded_gradients_accumulate_outside_no_sync(
     rank: int, world_size: int, use_orig_params: bool
 ) -> None:
     """Torch has no CPU offload on a CPU (row 7), so the expected sum is that of its training without offload."""
-    with pytest.raises(RuntimeError, match="Cannot access accelerator device"):
+    with pytest.raises(RuntimeError, match=NO_ACCELERATOR):
         model = per_block("torch", cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
         model(batch(rank)).sum().backward()
     models = [
@@ -174,7 +177,7 @@ def test_row_5_summon_offloaded_on_a_cpu_works(rank: int, world_size: int) -> No
         ({"device_id": None, "sync_module_states": True}, "needs a non-CPU accelerator"),
         ({"device_id": None, "cpu_offload": CPUOffload(offload_params=True)}, "needs a non-CPU accelerator"),
         ({"sync_module_states": True}, "requires them to be on GPU"),
-        ({"cpu_offload": CPUOffload(offload_params=True)}, "Cannot access accelerator device"),
+        ({"cpu_offload": CPUOffload(offload_params=True)}, NO_ACCELERATOR),
     ],
     ids=["no device", "no device, sync", "no device, offload", "sync", "offload"],
 )
@@ -256,6 +259,7 @@ def test_row_12_a_unit_trained_on_its_own_leaves_the_whole_model_right(rank: int
     expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum())
     with pytest.raises(AssertionError):
         assert_close(step("torch"), expected)
+    races.forget()  # torch takes it over on the stream that gathers
     assert_close(step("fsdp_c"), expected)
 
 
@@ -280,7 +284,7 @@ RETAINED: dict[str, str | None] = {
 @pytest.mark.parametrize("strategy", RETAINED)
 @on_ranks(2)
 def test_row_13_a_graph_can_be_walked_twice(rank: int, world_size: int, strategy: str) -> None:
-    """Torch: freed storage is read, or, where nothing is freed, the second gradient is not reduced."""
+    """Torch: freed storage is read, or, where nothing is freed, the second gradient is not reduced (parity 34)."""
 
     def step(which: str) -> list[Tensor]:
         model = per_block(which, strategy=strategy)
@@ -418,6 +422,63 @@ def test_row_16_a_packed_sequence_is_cast(rank: int, world_size: int) -> None:
     assert run("fsdp_c").dtype == torch.bfloat16
 
 
+class FrozenStart(nn.Module):
+    """Frozen embeddings in the unit of a trained head, and between them a layer in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.embedding.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.body, self.embedding(x), use_reentrant=True))
+
+
+def frozen_start(which: str) -> Any:
+    torch.manual_seed(3)
+    model = FrozenStart()
+    return model if which == "plain" else wrap(which, model)
+
+
+def total_norm(gradients: list[Tensor | None]) -> float:
+    return torch.stack([gradient.norm() for gradient in gradients if gradient is not None]).norm().item()
+
+
+@on_ranks(2)
+def test_row_28_gradients_of_frozen_parameters_do_not_count(rank: int, world_size: int) -> None:
+    """In torch the views of frozen parameters require grad too; under no_sync their gradients stay, and are clipped."""
+    trained, frozen = {}, {}
+    for which in BOTH:
+        model = wrap(which, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), strategy="NO_SHARD")
+        model.module[0].requires_grad_(False)
+        with model.no_sync():
+            model(batch(rank)).square().sum().backward()
+        model.clip_grad_norm_(0.1)
+        frozen[which] = [parameter.grad is not None for parameter in model.module[0].parameters()]
+        trained[which] = total_norm([parameter.grad for parameter in model.module[1].parameters()])
+    assert frozen == {"torch": [True, True], "fsdp_c": [False, False]}
+    assert trained["fsdp_c"] == pytest.approx(0.1, rel=1e-4)
+    assert trained["torch"] < 0.099
+
+
+@on_ranks(2)
+def test_row_28_a_reentrant_checkpoint_after_frozen_parameters_trains_as_without_fsdp(
+    rank: int, world_size: int
+) -> None:
+    """Torch trains what is inside, as the output of its frozen embeddings requires grad; see
+    tests/distributed/test_units_without_gradient.py for what fsdp_c says then."""
+
+    def trained(which: str) -> set[str]:
+        model = frozen_start(which)
+        model(batch(rank)).sum().backward()
+        with contextlib.nullcontext() if which == "plain" else type(model).summon_full_params(model, with_grads=True):
+            named = model.named_parameters()
+            return {name for name, parameter in named if parameter.grad is not None and parameter.grad.any()}
+
+    assert trained("plain") == trained("fsdp_c") == {"head.weight", "head.bias"}
+    assert trained("torch") == {"head.weight", "head.bias", "body.weight", "body.bias"}
+
+
 def adam_trained(which: str, rank: int, **arguments: Any) -> tuple[Any, torch.optim.Optimizer]:
     model = per_block(which, **arguments)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -485,6 +546,23 @@ def optimizer_groups(model: Any) -> list[dict[str, Any]]:
     groups = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False).state_dict()["param_groups"]
     names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
     return [{**group, "params": names} for group in groups]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_names_of_tied_parameters_come_in_the_order_of_the_plain_model(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """In torch a tied name stands after its module's other parameters; so it does here without original parameters."""
+    names = {
+        which: list(per_block(which, net={"tied_head": True}, use_orig_params=use_orig_params).state_dict())
+        for which in BOTH
+    }
+    expected = list(plain(tied_head=True).state_dict())
+    tied_last = [name for name in expected if name != "head.weight"] + ["head.weight"]
+    assert expected[-2:] == ["head.weight", "head.bias"]
+    assert names["torch"] == tied_last
+    assert names["fsdp_c"] == (expected if use_orig_params else tied_last)
 
 
 @on_ranks(2)
@@ -608,3 +686,20 @@ def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward
     else:
         assert isinstance(found, str)
     assert_close(step("fsdp_c"), expected)
+
+
+@on_ranks(2)
+def test_row_31_data_put_into_a_flat_parameter_stays(rank: int, world_size: int) -> None:
+    """Torch takes it for one gather, and then shows its own shard again."""
+    found = {}
+    for which in BOTH:
+        model = wrap(which, nn.Linear(WIDTH, WIDTH), use_orig_params=False)
+        model(batch(rank)).sum().backward()
+        model._flat_param.data = torch.full_like(model._flat_param, 0.5)
+        outputs = []
+        for _ in range(2):
+            loss = model(batch(rank)).sum()
+            loss.backward()
+            outputs.append(loss.item())
+        found[which] = outputs[0] == outputs[1], bool((model._flat_param == 0.5).all())
+    assert found == {"torch": (False, False), "fsdp_c": (True, True)}

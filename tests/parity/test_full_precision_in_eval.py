@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import PRECISIONS, Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import per_block, root_without_parameters, with_arguments
-from tests.ranks import on_ranks
+from tests.ranks import device, on_ranks
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -103,8 +103,8 @@ def test_unit_without_parameters_does_not_cast_its_inputs(rank: int, world_size:
     for which in ("torch", "fsdp_c"):
         fsdp = implementation(which)
         probe = DtypeProbe()
-        inner = fsdp(probe, mixed_precision=casting, device_id=torch.device("cpu"))
-        fsdp(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), device_id=torch.device("cpu"))(torch.ones(2, WIDTH))
+        inner = fsdp(probe, mixed_precision=casting, device_id=device())
+        fsdp(nn.Sequential(inner, nn.Linear(WIDTH, WIDTH)), device_id=device())(torch.ones(2, WIDTH))
         seen[which] = probe.seen
     assert seen == {"torch": torch.float32, "fsdp_c": torch.float32}
 
@@ -120,7 +120,7 @@ def sharded(strategy: str, use_orig_params: bool) -> nn.Module:
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=use_orig_params,
         mixed_precision=BF16,
-        device_id=torch.device("cpu"),
+        device_id=device(),
     )
 
 
@@ -140,7 +140,7 @@ def test_evaluation_equals_the_plain_model_after_every_step(
     with full_precision_in_eval():
         model = sharded(strategy, use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     for _ in range(3):
         model.train()
         model(x).float().square().mean().backward()
@@ -161,7 +161,7 @@ def test_backward_is_in_the_precision_of_its_forward(
     rank: int, world_size: int, strategy: str, use_orig_params: bool
 ) -> None:
     """An evaluation between a forward and its backward changes nothing; nor does a summon in eval mode."""
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     found = []
     for evaluate in (False, True):
         with full_precision_in_eval():
@@ -185,7 +185,7 @@ def test_backward_is_in_the_precision_of_its_forward(
 @on_ranks(2)
 def test_gradients_of_both_precisions_accumulate_in_no_sync(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Gradients kept whole by a training forward in bf16 meet those of an evaluation in fp32, in either order."""
-    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
     for modes in ((True, False), (False, True)):
         found = []
         for accumulate in (False, True):

@@ -42,7 +42,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda point: point.scenario.startswith("checkpoint_around") and point.precision == "cast_inputs",
-        "mixed dtype",
+        "mixed dtype|must have the same dtype",  # of the CPU, of a GPU
         "the recomputation of a checkpointed unit does not cast its inputs again",
     ),
     Refusal(

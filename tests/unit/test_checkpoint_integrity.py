@@ -58,7 +58,7 @@ def saver(path: Path, first: int, report: int) -> None:
 
 
 def killed_saver(path: Path, first: int, delay: float) -> list[str]:
-    """What the child told before it was killed."""
+    """What the child told before it was killed, ``delay`` seconds after it began to save."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
@@ -69,11 +69,12 @@ def killed_saver(path: Path, first: int, delay: float) -> list[str]:
         finally:
             os._exit(1)
     os.close(writing)
+    first_told = os.read(reading, 4096).decode()
     time.sleep(delay)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with os.fdopen(reading) as told:
-        return told.read().split("\n")
+        return (first_told + told.read()).split("\n")
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
@@ -86,7 +87,7 @@ def test_a_kill_at_any_time_leaves_the_old_checkpoint_or_the_new(can_exchange: b
     exchange = folder._exchange if can_exchange else lambda one, other: False
     with mock.patch.object(folder, "_exchange", exchange):
         for _ in range(KILLS // 2):
-            told = killed_saver(path, current + 1, rng.uniform(0.01, 0.12))
+            told = killed_saver(path, current + 1, 10 ** rng.uniform(-3.5, -1.0))
             done = [int(line.split()[1]) for line in told if line.startswith("done")]
             begun = [int(line.split()[1]) for line in told if line.startswith("begin")]
             low, high = max([current, *done]), max([current, *begun])

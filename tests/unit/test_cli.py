@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from fsdp_c import cli, interop
+from fsdp_c import cli, environment, interop, upstream
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "fsdp_c", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=100, check=False)
 
 
 BAD = {
@@ -95,3 +97,25 @@ def test_module_is_run_as_python_runs_it(
         interop.uninstall()
         sys.modules.pop("package", None)
     assert capsys.readouterr().out.strip() == f"__main__ package ['{tmp_path}/package/train.py', '--lr', '1']"
+
+
+# ----------------------------------------------------------------- env
+
+
+def test_env_says_what_a_report_of_a_bug_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    facts = dict(line.split(":", 1) for line in capsys.readouterr().out.splitlines())
+    assert torch.__version__ in facts["torch"] and platform.python_version() in facts["Python"]
+    assert {"fsdp_c", "CUDA of torch", "NCCL", "OS", "C compiler", "nvcc"} <= set(facts)
+    assert "in use" in facts["CUDA kernels"] and "default" in facts["CPU kernels"]
+
+
+def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(environment._C, "why_no_kernels", lambda device_type: f"no library for {device_type}")
+    monkeypatch.setattr(upstream, "HAS_FSDP1", False)
+    monkeypatch.setattr(upstream, "WHY_NO_FSDP1", "No module named 'x'")
+    text = environment.report()
+    assert "C compiler:    not found (cc)" in text and "nvcc:          not found (nvcc)" in text
+    assert "CUDA kernels:  not in use: no library for cuda; " in text
+    assert "not there (No module named 'x'); fsdp_c's own stand in" in text

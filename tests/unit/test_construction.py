@@ -92,7 +92,7 @@ def test_unit_is_its_own_state_to_clients_of_torch() -> None:
     from torch.distributed.fsdp._common_utils import _FSDPState, _get_module_fsdp_state_if_fully_sharded_module
 
     model = FSDP(Net())
-    assert FSDP.__mro__[:3] == (FSDP, nn.Module, _FSDPState)
+    assert [kind for kind in FSDP.__mro__ if not kind.__module__.startswith("fsdp_c.")][:2] == [nn.Module, _FSDPState]
     assert _get_module_fsdp_state_if_fully_sharded_module(model) is model
 
 
@@ -100,24 +100,24 @@ def test_unit_is_its_own_state_to_clients_of_torch() -> None:
 
 
 def test_both_kinds_of_ignored_states_are_refused() -> None:
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="at the same time"):
         FSDP(Net(), ignored_modules=[], ignored_states=[])
 
 
 def test_mixed_ignored_states_are_refused_and_their_types_named() -> None:
     net = Net()
-    with pytest.raises(ValueError, match=r"\['Linear', 'Parameter'\]"):
+    with pytest.raises(ValueError, match="linear.Linear'>, <class 'torch.nn.parameter.Parameter'>"):
         FSDP(net, ignored_states=[net.first, net.second[0].weight])
 
 
 def test_parameters_as_ignored_modules_are_refused() -> None:
     net = Net()
-    with pytest.raises(ValueError, match="all nn.Module"):
+    with pytest.raises(ValueError, match="expects nn.Module list elements"):
         FSDP(net, ignored_modules=[net.first.weight])
 
 
 def test_ignored_modules_that_cannot_be_iterated_are_refused() -> None:
-    with pytest.raises(TypeError, match="iterable of modules, not Net"):
+    with pytest.raises(TypeError, match="'Net' object is not iterable"):
         FSDP(Net(), ignored_modules=Net())
 
 
@@ -130,7 +130,7 @@ def test_ignored_unit_is_refused() -> None:
 
 def test_ignoring_the_wrapped_module_itself_warns() -> None:
     net = Net()
-    with pytest.warns(UserWarning, match="itself is ignored"):
+    with pytest.warns(UserWarning, match="ignore the top-level module"):
         model = FSDP(net, ignored_modules=[net])
     assert not model._has_params and model._flat_param is None and model.params == []
 
@@ -161,7 +161,7 @@ def test_outer_unit_ignores_what_an_inner_one_ignores() -> None:
 
 def test_group_and_mesh_together_are_refused() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    with pytest.raises(ValueError, match="exclude each other"):
+    with pytest.raises(ValueError, match="at the same time"):
         FSDP(Net(), process_group=dist.group.WORLD, device_mesh=mesh)
 
 
@@ -210,7 +210,7 @@ def test_hybrid_strategy_on_uneven_nodes_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_hybrid_strategy_without_groups_is_refused() -> None:
-    with pytest.raises(ValueError, match="requires explicit groups"):
+    with pytest.raises(ValueError, match="requires explicit specification"):
         FSDP(Net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
@@ -221,7 +221,7 @@ def test_hybrid_strategy_with_one_group_is_refused() -> None:
 
 def test_hybrid_strategy_with_a_mesh_of_one_dimension_is_refused() -> None:
     mesh = init_device_mesh("cpu", (WORLD_SIZE,))
-    with pytest.raises(ValueError, match="ndim=1"):
+    with pytest.raises(ValueError, match="ndim=2 but got 1"):
         FSDP(Net(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
@@ -246,7 +246,7 @@ def test_no_shard_on_one_rank_does_not_warn() -> None:
 def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:
     from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
-    assert fsdp_c.construction.predivide_factor(size) == factor == DefaultState._get_gradient_predivide_factor(size)
+    assert fsdp_c.flat_param.predivide_factor(size) == factor == DefaultState._get_gradient_predivide_factor(size)
 
 
 # ----------------------------------------------------------------- device and materialisation
@@ -268,7 +268,7 @@ def test_device_that_is_not_there_is_refused_and_named(device_id: int | torch.de
 
 
 def test_device_without_a_backend_is_refused() -> None:
-    with pytest.raises(AttributeError, match="no backend torch.xla"):
+    with pytest.raises(AttributeError, match="backend registered as 'torch.xla'"):
         FSDP(Net(), device_id=torch.device("xla"))
 
 
@@ -313,7 +313,7 @@ def test_meta_module_without_reset_parameters_warns_of_its_type() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.empty(3, device="meta"))
 
-    with pytest.warns(UserWarning, match="type Bare"), pytest.raises(AttributeError):
+    with pytest.warns(UserWarning, match="give Bare this method"), pytest.raises(AttributeError):
         FSDP(Bare())
 
 
@@ -323,12 +323,12 @@ def test_meta_module_without_reset_parameters_warns_of_its_type() -> None:
 def test_scalar_parameter_is_refused_and_named() -> None:
     net = Net()
     net.first.temperature = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ValueError, match="scalar parameters: change 'first.temperature' of Net"):
+    with pytest.raises(ValueError, match="scalar parameters. Change first.temperature .* in Net"):
         FSDP(net)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_parameter_shared_by_two_units_is_refused_and_both_names_given(use_orig_params: bool) -> None:
+def test_parameter_shared_by_two_units_is_refused_and_both_names_given(use_orig_params: bool) -> None:  # parity 33
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     net[1].weight = net[0][0].weight
     with pytest.raises(
@@ -359,7 +359,7 @@ def test_unit_of_torch_inside_is_refused_and_named() -> None:
 
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda modules: nn.ModuleDict({"a": modules[0]})])
 def test_wrapping_a_container_without_forward_warns(container: object) -> None:
-    with pytest.warns(UserWarning, match="wrap its elements"):
+    with pytest.warns(UserWarning, match="wrap the elements"):
         FSDP(container([nn.Linear(2, 2)]))
 
 
@@ -463,7 +463,7 @@ def test_lazy_initialisation_makes_the_outermost_unit_the_root() -> None:
 def test_inner_unit_that_is_a_root_already_is_refused_and_named() -> None:
     model = nested()
     model.second._lazy_init()
-    with pytest.raises(AssertionError, match="'second' on rank 1 is inside another unit but already the root"):
+    with pytest.raises(AssertionError, match="'second' on rank 1 is already the root"):
         model._lazy_init()
 
 

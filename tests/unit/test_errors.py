@@ -1,92 +1,54 @@
-"""Every error and warning that construction, flattening, the runtime and the user's calls owe, by its id.
+"""Every error and warning that torch's FSDP1 has, by its id: what provokes it in both, and the phrase that ours keeps.
 
-Rows about what this design cannot run into, and rows where it works instead, are listed in tests/surface_rows.md.
+Here are those that one process with a group of four pretended ranks can provoke. Those that need ranks that answer are
+in tests/distributed/test_error_words.py, and what cannot be provoked on a CPU stands in tests/errors.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
+import traceback
 import types
-import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp import wrap as torch_wrap
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, _init_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_c import _C, FlatParameter, construction, flat_param, fully_sharded_data_parallel, materialization
-from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.flat_param import FlatParamHandle, HandleShardingStrategy
+from fsdp_c import _C, construction, flat_param, fully_sharded_data_parallel
+from fsdp_c.api import HandleTrainingState
+from fsdp_c.errors import with_note
+from fsdp_c.flat_param import HandleShardingStrategy
 from fsdp_c.traversal import Subtree
-from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, _recursive_wrap, always_wrap_policy, enable_wrap
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests import surface_rows
+from tests.distributed import test_error_words as on_ranks
+from tests.errors import CPU, NOT_PROVOKED, OURS, Implementation, Net, Row, check, forget_torchs_units, of
 
 WORLD_SIZE, RANK = 4, 1
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+X = torch.ones(2, 3)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fake_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD_SIZE)
     yield
+    forget_torchs_units()
     dist.destroy_process_group()
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(3, 3)
-        self.second = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
-
-
-def nested(**kwargs: Any) -> FSDP:
-    """A root with one inner unit, ``second``."""
-    return FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **kwargs)
-
-
-def inner_unit() -> nn.Module:
+def inner_unit(fsdp: Implementation) -> nn.Module:
     """A plain module with a unit inside."""
     net = Net()
-    net.second = FSDP(net.second)
+    net.second = fsdp.wrap(net.second)
     return net
-
-
-def on(*devices: str) -> nn.Module:
-    """A module with a parameter for each device; those that are not there are on the CPU and say otherwise."""
-    return module_of(
-        *(type("Elsewhere", (nn.Parameter,), {"device": torch.device(name)})(torch.ones(2)) for name in devices)
-    )
-
-
-def with_backend(attempt: Callable[[], Any]) -> None:
-    """With an accelerator, whose current device is cuda:3, that can be asked and not used."""
-    backend = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "get_device_module", lambda device: backend)
-        patch.setattr(torch.accelerator, "is_available", lambda: True)
-        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-        patch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-        attempt()
-
-
-def warned_by(attempt: Callable[[], Any]) -> None:
-    """Only the warnings count: what the missing accelerator does to the rest of the construction does not."""
-    with contextlib.suppress(Exception):
-        with_backend(attempt)
-
-
-def handle_of(params: list[nn.Parameter], module: nn.Module, use_orig_params: bool = False) -> FlatParamHandle:
-    group, strategy = dist.group.WORLD, HandleShardingStrategy.FULL_SHARD
-    return FlatParamHandle(params, module, CPU, strategy, False, None, None, False, group, use_orig_params)
 
 
 def module_of(*params: nn.Parameter) -> nn.Module:
@@ -96,93 +58,106 @@ def module_of(*params: nn.Parameter) -> nn.Module:
     return module
 
 
-def flatten(*params: nn.Parameter, use_orig_params: bool = False) -> FlatParamHandle:
-    return handle_of(list(params), module_of(*params), use_orig_params)
+def on(*devices: str) -> nn.Module:
+    """A module with a parameter for each device; those that are not there are on the CPU and say otherwise."""
+    return module_of(
+        *(type("Elsewhere", (nn.Parameter,), {"device": torch.device(name)})(torch.ones(2)) for name in devices)
+    )
 
 
-class Row(NamedTuple):
-    """What one row of the list of errors asks for."""
-
-    id: str
-    error: type[BaseException]
-    match: str
-    attempt: Callable[[], Any]
-
-
-def check(row: Row) -> None:
-    if issubclass(row.error, Warning):
-        with pytest.warns(row.error, match=row.match):
-            row.attempt()
-        return
-    with pytest.raises(row.error, match=row.match) as caught:
-        row.attempt()
-    assert caught.type is row.error or row.error is not RuntimeError
+def with_cuda(attempt: Callable[[], Any]) -> None:
+    """With an accelerator, whose current device is cuda:3, that can be asked and not used."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 3)
+        patch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        patch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+        attempt()
 
 
-def of(rows: list[Row]) -> Any:
-    return pytest.mark.parametrize("row", rows, ids=lambda row: row.id)
+def handle_of(fsdp: Implementation, params: list[nn.Parameter], module: nn.Module) -> Any:
+    group, strategy = dist.group.WORLD, HandleShardingStrategy.FULL_SHARD
+    return fsdp.flat_param.FlatParamHandle(params, module, CPU, strategy, False, None, None, False, group, False)
+
+
+def flatten(fsdp: Implementation, *params: nn.Parameter) -> Any:
+    return handle_of(fsdp, list(params), module_of(*params))
+
+
+def enter(context: Any) -> None:
+    with context:
+        pass
 
 
 # ----------------------------------------------------------------- construction
 
 
-def wrap_both_ignored() -> None:
-    FSDP(Net(), ignored_modules=[], ignored_states=[])
-
-
-def mix_ignored_states() -> None:
+def mix_ignored_states(fsdp: Implementation) -> None:
     net = Net()
-    FSDP(net, ignored_states=[net.first, net.first.weight])
+    fsdp.wrap(net, ignored_states=[net.first, net.first.weight])
 
 
-def ignore_a_parameter_as_module() -> None:
+def ignore_a_parameter_as_module(fsdp: Implementation) -> None:
     net = Net()
-    FSDP(net, ignored_modules=[net.first.weight])
+    fsdp.wrap(net, ignored_modules=[net.first.weight])
 
 
-def ignore_a_unit() -> None:
-    net = inner_unit()
-    FSDP(net, ignored_modules=[net.second])
+def ignore_a_unit(fsdp: Implementation) -> None:
+    net = inner_unit(fsdp)
+    fsdp.wrap(net, ignored_modules=[net.second])
 
 
-def ignore_the_root() -> None:
+def ignore_the_root(fsdp: Implementation) -> None:
     net = Net()
-    FSDP(net, ignored_modules=[net])
+    fsdp.wrap(net, ignored_modules=[net])
 
 
-def initialise_with(param_init_fn: Any) -> None:
+def shard_hybrid(fsdp: Implementation, **kwargs: Any) -> None:
+    fsdp.wrap(Net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, **kwargs)
+
+
+def initialise_with_a_number(fsdp: Implementation) -> None:
     with torch.device("meta"):
         net = Net()
-    FSDP(net, param_init_fn=param_init_fn)
+    fsdp.wrap(net, param_init_fn=3)
 
 
-def initialise_without_reset() -> None:
-    with contextlib.suppress(AttributeError):
-        FSDP(module_of(nn.Parameter(torch.empty(3, device="meta"))))
+def initialise_without_reset(fsdp: Implementation) -> None:
+    fsdp.wrap(module_of(nn.Parameter(torch.empty(3, device="meta"))))
 
 
-def leave_a_parameter() -> None:
+def leave_a_parameter(fsdp: Implementation) -> None:
+    if fsdp.is_torchs:
+        _init_utils._check_orig_params_flattened(Net(), set())
     construction.check_all_flattened(Subtree(Net()), set(), "Net")
 
 
-def freeze_partly(use_orig_params: bool) -> None:
+def freeze_partly(fsdp: Implementation, use_orig_params: bool) -> None:
     net = Net()
     net.second[0].weight.requires_grad_(False)
-    FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=use_orig_params)
+    fsdp.wrap(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=use_orig_params)
 
 
-def normalise_in_mixed_precision() -> None:
+def normalise_in_mixed_precision(fsdp: Implementation) -> None:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=MixedPrecision(torch.bfloat16))
+    fsdp.wrap(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=MixedPrecision(torch.bfloat16))
 
 
-def nest_enable_wrap() -> None:
-    with enable_wrap(wrapper_cls=FSDP), enable_wrap(wrapper_cls=FSDP):
+def nest_enable_wrap(fsdp: Implementation) -> None:
+    context = fsdp.wrapping.enable_wrap
+    with context(wrapper_cls=fsdp.FSDP), context(wrapper_cls=fsdp.FSDP):
         pass
 
 
-def wrap_over_units() -> None:
-    _recursive_wrap(inner_unit(), always_wrap_policy, FSDP, set(), set())
+def wrap_over_units(fsdp: Implementation) -> None:
+    wrapping = fsdp.wrapping
+    wrapping._recursive_wrap(inner_unit(fsdp), wrapping.always_wrap_policy, fsdp.FSDP, set(), set())
+
+
+def answer_a_policy_wrongly(fsdp: Implementation) -> None:
+    fsdp.wrapping.CustomPolicy(lambda module: "yes")._run_policy(Net(), set(), {})
 
 
 class Holder(torch.Tensor):
@@ -207,103 +182,237 @@ class Holder(torch.Tensor):
         return args[0]
 
 
+def synchronise_a_holder(fsdp: Implementation) -> None:
+    net = Net()
+    net.register_buffer("held", Holder())
+    fsdp.wrap(net, sync_module_states=True)
+
+
 CONSTRUCTION = [
-    Row("X-001", UserWarning, "ModuleList has none", lambda: FSDP(nn.ModuleList([nn.Linear(2, 2)]))),
-    Row("X-002", ValueError, "exclude each other", wrap_both_ignored),
-    Row("X-003", ValueError, r"\['Linear', 'Parameter'\]", mix_ignored_states),
-    Row("X-004", ValueError, r"all nn.Module elements but got types \['Parameter'\]", ignore_a_parameter_as_module),
-    Row("X-005", TypeError, "iterable of modules", lambda: FSDP(Net(), ignored_modules=3)),
-    Row("X-006", ValueError, "should not include FSDP modules", ignore_a_unit),
-    Row("X-007", UserWarning, "itself is ignored", ignore_the_root),
-    Row("X-008", RuntimeError, "different device types.*'cuda', 'xpu'", lambda: FSDP(on("cuda:0", "xpu:0"))),
-    Row("X-010", AttributeError, "no backend torch.xla", lambda: FSDP(Net(), device_id=torch.device("xla"))),
+    Row(
+        "X-001",
+        UserWarning,
+        "FSDP will not all-gather parameters for containers that do not implement forward",
+        lambda fsdp: fsdp.wrap(nn.ModuleList([nn.Linear(2, 2)])),
+        ours="ModuleList",
+    ),
+    Row(
+        "X-002",
+        ValueError,
+        "Cannot pass both ignored_modules and ignored_states at the same time",
+        lambda fsdp: fsdp.wrap(Net(), ignored_modules=[], ignored_states=[]),
+    ),
+    Row(
+        "X-003",
+        ValueError,
+        "ignored_states expects all nn.Parameter or all nn.Module list elements but got types "
+        "[<class 'torch.nn.modules.linear.Linear'>, <class 'torch.nn.parameter.Parameter'>]",
+        mix_ignored_states,
+    ),
+    Row(
+        "X-004",
+        ValueError,
+        "ignored_modules expects nn.Module list elements but got types [<class 'torch.nn.parameter.Parameter'>]",
+        ignore_a_parameter_as_module,
+    ),
+    Row(
+        "X-005",
+        TypeError,
+        "'int' object is not iterable",
+        lambda fsdp: fsdp.wrap(Net(), ignored_modules=3),
+        ours="ignored_modules",
+    ),
+    Row("X-006", ValueError, "`ignored_modules` should not include FSDP modules", ignore_a_unit),
+    Row(
+        "X-007",
+        UserWarning,
+        "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all parameters "
+        "being ignored",
+        ignore_the_root,
+        ours="Net",
+    ),
+    Row(
+        "X-008",
+        RuntimeError,
+        "FSDP does not support modules with different device types but got params on",
+        lambda fsdp: fsdp.wrap(on("cuda:0", "xpu:0"), device_id=None),
+        ours="'cuda', 'xpu'",
+    ),
+    Row(
+        "X-010",
+        AttributeError,
+        "Device 'xla' does not have a corresponding backend registered as 'torch.xla'",
+        lambda fsdp: fsdp.wrap(Net(), device_id=torch.device("xla")),
+        ours="rank 1",
+    ),
     Row(
         "X-011",
         ValueError,
-        "pass only one",
-        lambda: FSDP(Net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (4,))),
+        "Cannot pass both process_group and device_mesh at the same time",
+        lambda fsdp: fsdp.wrap(Net(), process_group=dist.group.WORLD, device_mesh=init_device_mesh("cpu", (4,))),
     ),
     Row(
         "X-012",
         ValueError,
-        "requires explicit groups",
-        lambda: FSDP(Net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+        "Manual wrapping with ShardingStrategy.HYBRID_SHARD requires explicit specification of process group or "
+        "device_mesh",
+        shard_hybrid,
     ),
     Row(
         "X-013",
         ValueError,
-        "ndim=1",
-        lambda: FSDP(Net(), sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=init_device_mesh("cpu", (4,))),
+        "Expected device_mesh to have ndim=2 but got 1",
+        lambda fsdp: shard_hybrid(fsdp, device_mesh=init_device_mesh("cpu", (4,))),
     ),
     Row(
         "X-014",
         ValueError,
-        "None or a",
-        lambda: FSDP(Net(), process_group=dist.group.WORLD, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+        "Expected process_group to be passed in as either None or",
+        lambda fsdp: shard_hybrid(fsdp, process_group=dist.group.WORLD),
     ),
-    Row("X-015", UserWarning, "switching to use `NO_SHARD`", lambda: FSDP(Net(), dist.new_group([RANK]))),
+    Row(
+        "X-015",
+        UserWarning,
+        "FSDP is switching to use `NO_SHARD` instead of ShardingStrategy.FULL_SHARD since the world size is 1.",
+        lambda fsdp: fsdp.wrap(Net(), process_group=dist.new_group([RANK])),
+        whole=True,
+    ),
     Row(
         "X-016",
         FutureWarning,
-        "`NO_SHARD` sharding strategy is deprecated",
-        lambda: FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD),
+        "The `NO_SHARD` sharding strategy is deprecated",
+        lambda fsdp: fsdp.wrap(Net(), sharding_strategy=ShardingStrategy.NO_SHARD),
     ),
-    Row("X-017", RuntimeError, "rank 1.*'p1' on cpu.*'p0' on cuda:0.*device_id", lambda: FSDP(on("cuda:0", "cpu"))),
-    Row("X-018", RuntimeError, "single device.*'p0' on cuda:0, 'p1' on cuda:1", lambda: FSDP(on("cuda:0", "cuda:1"))),
+    Row(
+        "X-017",
+        RuntimeError,
+        "To support a module with both CPU and GPU params, please pass in device_id",
+        lambda fsdp: fsdp.wrap(on("cuda:0", "cpu"), device_id=None),
+        ours="rank 1.*'p1' on cpu.*'p0' on cuda:0",
+    ),
+    Row(
+        "X-018",
+        RuntimeError,
+        "FSDP only supports single device modules but got params on",
+        lambda fsdp: fsdp.wrap(on("cuda:0", "cuda:1"), device_id=None),
+        ours="'p0' on cuda:0, 'p1' on cuda:1",
+    ),
     Row(
         "X-019",
         UserWarning,
-        "no explicit index.*cuda:3",
-        lambda: warned_by(lambda: FSDP(Net(), device_id=torch.device("cuda"))),
+        "FSDP got the argument `device_id` cuda on rank 1, which does not have an explicit index",
+        lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=torch.device("cuda"))),
+        ours="cuda:3",
     ),
     Row(
         "X-020",
         ValueError,
-        "inconsistent compute device.*rank 1.*'p0' of Module is on cuda:0.*cuda:3",
-        lambda: with_backend(lambda: FSDP(on("cuda:0"), device_id=torch.device("cuda", 3))),
+        "Inconsistent compute device and `device_id` on rank 1: cuda:0 vs cuda:3",
+        lambda fsdp: with_cuda(lambda: fsdp.wrap(on("cuda:0"), device_id=torch.device("cuda", 3))),
+        ours="'p0' of Module",
     ),
-    Row("X-021", UserWarning, "the module is on CPU", lambda: warned_by(lambda: FSDP(Net()))),
-    Row("X-022", ValueError, "param_init_fn to be callable but got int", lambda: initialise_with(3)),
-    Row("X-023", UserWarning, "type Module.*reset_parameters", initialise_without_reset),
-    Row("X-024", ValueError, "'p0' of Module to a 1-D", lambda: FSDP(module_of(nn.Parameter(torch.tensor(1.0))))),
-    Row("X-026", AssertionError, "'inner' of Holder.*str", lambda: materialization._plain_tensors(Holder())),
-    Row("X-027", RuntimeError, "unflattened parameter 'first.weight'", leave_a_parameter),
+    Row(
+        "X-021",
+        UserWarning,
+        "The passed-in `module` is on CPU",
+        lambda fsdp: with_cuda(lambda: fsdp.wrap(Net(), device_id=None)),
+        ours="cuda:3",
+    ),
+    Row("X-022", ValueError, "Expected 3 to be callable but got <class 'int'>", initialise_with_a_number),
+    Row(
+        "X-023",
+        UserWarning,
+        "Unable to call `reset_parameters()` for module on meta device with error",
+        initialise_without_reset,
+    ),
+    Row(
+        "X-023 error",
+        AttributeError,
+        "'Module' object has no attribute 'reset_parameters'",
+        initialise_without_reset,
+        whole=True,
+    ),
+    Row(
+        "X-024",
+        ValueError,
+        "FSDP doesn't support scalar parameters. Change p0 to a 1D tensor with numel equal to 1",
+        lambda fsdp: fsdp.wrap(module_of(nn.Parameter(torch.tensor(1.0)))),
+        ours="Module",
+    ),
+    Row(
+        "X-026", AssertionError, "expected Tensor or OpaqueBase, got <class 'str'>", synchronise_a_holder, ours="Holder"
+    ),
+    Row("X-027", RuntimeError, "Found an unflattened parameter: first.weight", leave_a_parameter, ours=r"\(3, 3\)"),
     Row(
         "X-028",
         ValueError,
-        "'second'",
-        lambda: FSDP(inner_unit(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
+        "FSDP auto wrapping requires modules to not already have FSDP applied but found second in",
+        lambda fsdp: fsdp.wrap(inner_unit(fsdp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
     ),
-    Row("X-029", AssertionError, "already wrapped", wrap_over_units),
+    Row(
+        "X-031",
+        ValueError,
+        "second has both parameters with requires_grad=True and False",
+        lambda fsdp: freeze_partly(fsdp, False),
+        ours="'second.0.weight'",
+    ),
+    Row(
+        "X-032",
+        UserWarning,
+        "second has both parameters with requires_grad=True and False",
+        lambda fsdp: freeze_partly(fsdp, True),
+        ours="12 numel instead of 3 numel",
+    ),
+    Row(
+        "X-033",
+        UserWarning,
+        "Both mixed precision and an auto_wrap_policy were specified to FSDP",
+        normalise_in_mixed_precision,
+        also="These modules will be wrapped as separate FSDP",
+        ours="BatchNorm1d",
+    ),
+]
+
+# Policies and contexts are torch's own, unless there are none: then ours stand in.
+WRAPPING = [
+    Row("X-029", AssertionError, "Child module FullyShardedDataParallel(", wrap_over_units, also="is already wrapped"),
     Row(
         "X-030",
         ValueError,
-        "False.*True.*dict",
-        lambda: FSDP(Net(), auto_wrap_policy=CustomPolicy(lambda module: "yes")),
+        "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned yes",
+        answer_a_policy_wrongly,
     ),
-    Row("X-031", ValueError, "requires_grad=True and False.*'second.0.weight'", lambda: freeze_partly(False)),
-    Row("X-032", UserWarning, "12 numel instead of 3 numel", lambda: freeze_partly(True)),
-    Row("X-033", UserWarning, "BatchNorm1d.*without mixed precision", normalise_in_mixed_precision),
-    Row("X-034", NotImplementedError, "nested autowrap", nest_enable_wrap),
-    Row("X-035", TypeError, "wrapper_cls", lambda: enable_wrap().__enter__()),
+    Row("X-034", NotImplementedError, "You are already within an autowrap context", nest_enable_wrap),
+    Row(
+        "X-035",
+        TypeError,
+        "enable_wrap() missing 1 required keyword-only argument: 'wrapper_cls'",
+        lambda fsdp: enter(fsdp.wrapping.enable_wrap()),
+        whole=True,
+    ),
     Row(
         "X-036",
         AssertionError,
-        "non-module|Module",
-        lambda: torch_wrap._post_order_apply(Net(), lambda module: 3),
+        "fn should return None or an nn.Module but got 3",
+        lambda fsdp: fsdp.wrapping._post_order_apply(Net(), lambda module: 3),
+    ),
+    Row(
+        "X-036 root",
+        AssertionError,
+        "Non-root modules should have their parent module set but got None for",
+        lambda fsdp: fsdp.wrapping._post_order_apply(nn.ReLU(), lambda module: 3),
     ),
 ]
 
 
 @of(CONSTRUCTION)
-def test_construction_refuses(row: Row) -> None:
+def test_construction_refuses_in_torchs_words(row: Row) -> None:
     check(row)
 
 
-def test_meta_module_that_cannot_be_initialised_raises_its_own_error() -> None:  # X-023
-    with warnings.catch_warnings(), pytest.raises(AttributeError, match="reset_parameters"):
-        warnings.simplefilter("ignore")
-        FSDP(module_of(nn.Parameter(torch.empty(3, device="meta"))))
+@of(WRAPPING)
+def test_wrapping_refuses_in_torchs_words(row: Row) -> None:
+    check(row)
 
 
 # ----------------------------------------------------------------- flattening
@@ -313,175 +422,370 @@ def param(dtype: torch.dtype = torch.float32, requires_grad: bool = True, device
     return nn.Parameter(torch.ones(3, dtype=dtype, device=device), requires_grad)
 
 
-class Flat(FlatParameter):
-    pass
+def derive_a_flat_parameter(fsdp: Implementation) -> None:
+    type("Flat", (fsdp.FlatParameter,), {})()
+
+
+def flatten_misaligned(fsdp: Implementation) -> None:
+    flatten(fsdp, param()).flatten_tensors([torch.ones(3)], -1)
+
+
+def set_variable(fsdp: Implementation, name: str) -> None:
+    """What is logged once per process is logged now."""
+    for cached in vars(fsdp.flat_param).values():
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, "1")
+        fsdp.wrap(Net(), use_orig_params=True)
 
 
 FLATTENING = [
-    Row("X-040", ValueError, "empty parameter list", lambda: handle_of([], nn.Module())),
-    Row("X-041", ValueError, "Cannot flatten a `FlatParameter`: p0", lambda: flatten(FlatParameter(torch.ones(3)))),
-    Row("X-042", ValueError, "integer dtype.*p0 is torch.int64", lambda: flatten(param(torch.int64, False))),
+    Row(
+        "X-040",
+        ValueError,
+        "Cannot construct a FlatParamHandle with an empty parameter list",
+        lambda fsdp: handle_of(fsdp, [], nn.Module()),
+        whole=True,
+    ),
+    Row(
+        "X-041",
+        ValueError,
+        "Cannot flatten a `FlatParameter`",
+        lambda fsdp: flatten(fsdp, fsdp.FlatParameter(torch.ones(3))),
+        ours="p0",
+    ),
+    Row(
+        "X-042",
+        ValueError,
+        "Cannot flatten integer dtype tensors",
+        lambda fsdp: flatten(fsdp, param(torch.int64, False)),
+        ours="p0 is torch.int64",
+    ),
     Row(
         "X-043",
         ValueError,
-        r"torch.float32 \(p0\) and torch.float16 \(p1\)",
-        lambda: flatten(param(), param(torch.float16)),
+        "Must flatten tensors with uniform dtype but got torch.float32",
+        lambda fsdp: flatten(fsdp, param(), param(torch.float16)),
+        ours=r"\(p0\) and torch.float16 \(p1\)",
     ),
     Row(
         "X-044",
         ValueError,
-        r"uniform `requires_grad`.*\['p0'\].*\['p1'\]",
-        lambda: flatten(param(), param(requires_grad=False)),
+        "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`",
+        lambda fsdp: flatten(fsdp, param(), param(requires_grad=False)),
+        ours=r"\['p0'\].*\['p1'\]",
     ),
-    Row("X-045", ValueError, r"cpu \(p0\) and meta \(p1\)", lambda: flatten(param(), param(device="meta"))),
-    Row("X-046", ValueError, "aligned_numel|alignment", lambda: _C.FlatLayout([3], -1, 4, 0, True)),
-    Row("X-047", ValueError, "tree of Module", lambda: handle_of([param()], module_of(param()))),
-    Row("X-049", AssertionError, "subclasses FlatParameter", Flat),
+    Row(
+        "X-045",
+        ValueError,
+        "Must flatten tensors on the same device but got both cpu",
+        lambda fsdp: flatten(fsdp, param(), param(device="meta")),
+        ours=r"\(p0\) and meta \(p1\)",
+    ),
+    Row("X-046", ValueError, "Expects non-negative `aligned_numel` but got -1", flatten_misaligned, whole=True),
+    Row(
+        "X-047",
+        ValueError,
+        "`params` were not found in `module`'s tree",
+        lambda fsdp: handle_of(fsdp, [param()], module_of(param())),
+    ),
+    Row("X-049", AssertionError, "subclasses FlatParameter not supported", derive_a_flat_parameter, whole=True),
+    Row(
+        "X-050",
+        logging.LogRecord,
+        "Since FSDP_SKIP_WRITEBACK_CHECK=1, FSDP will not check for",
+        lambda fsdp: set_variable(fsdp, "FSDP_SKIP_WRITEBACK_CHECK"),
+    ),
+    Row(
+        "X-050 gather",
+        logging.LogRecord,
+        "Since FSDP_USE_FAKE_ALL_GATHER=1, FSDP will not execute all-gather",
+        lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_ALL_GATHER"),
+    ),
+    Row(
+        "X-050 reduce",
+        logging.LogRecord,
+        "Since FSDP_USE_FAKE_REDUCE=1, FSDP will not execute reduce-scatter",
+        lambda fsdp: set_variable(fsdp, "FSDP_USE_FAKE_REDUCE"),
+    ),
 ]
 
 
 @of(FLATTENING)
-def test_flattening_refuses(row: Row) -> None:
+def test_flattening_refuses_in_torchs_words(row: Row) -> None:
     check(row)
 
 
-def test_skipping_the_writeback_check_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:  # X-050, C-003
-    flat_param._warn_skip_writeback_check.cache_clear()
+def test_skipping_the_writeback_check_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:  # C-003
+    flat_param._warn_once.cache_clear()
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING, logger="fsdp_c"):
         patch.setenv("FSDP_SKIP_WRITEBACK_CHECK", "1")
-        nested(use_orig_params=True)
+        OURS.nested(use_orig_params=True)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "FSDP_SKIP_WRITEBACK_CHECK" in caplog.text
+
+
+def test_native_layout_refuses_a_negative_alignment() -> None:  # X-046
+    with pytest.raises(ValueError, match="Expects non-negative `aligned_numel` but got -1"):
+        _C.FlatLayout([3], -1, 4, 0, True)
 
 
 # ----------------------------------------------------------------- lazy initialisation and runtime
 
 
-def initialise(unit: FSDP, **changes: Any) -> None:
-    for name, value in changes.items():
-        setattr(unit, name, value)
-    unit._lazy_init()
+def run_without_device(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
+    model._device_handle = types.SimpleNamespace(is_available=lambda: False)
+    model(X)
 
 
-def move_offloaded() -> None:
-    handle = types.SimpleNamespace(flat_param=torch.ones(3, device="meta"))
-    available = types.SimpleNamespace(is_available=lambda: True)
-    unit = types.SimpleNamespace(rank=2, _is_root=None, _handle=handle, _device_handle=available)
+def apply_in_forward(fsdp: Implementation) -> None:
+    class Applying(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            model.apply(lambda module: None)
+            return x
+
+    model = fsdp.wrap(Applying())
+    model(X)
+
+
+def compute_elsewhere(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
+    model.compute_device = torch.device("cuda", 0)
+    model(X)
+
+
+def move_offloaded(fsdp: Implementation) -> None:
+    """Offloading itself wants a device, so that the handle only says that it does."""
+    flat_param = nn.Parameter(torch.ones(3, device="meta"))
+    if fsdp.is_torchs:
+        model = fsdp.wrap(Net())
+        model._handle._offload_params, model._handle.flat_param = True, flat_param
+        model(X)
+    unit = types.SimpleNamespace(rank=1, _is_root=None, _handle=types.SimpleNamespace(flat_param=flat_param))
+    unit._device_handle = types.SimpleNamespace(is_available=lambda: True)
     unit.cpu_offload, unit._assert_state = CPUOffload(True), lambda state: None
     fully_sharded_data_parallel._check_ready(unit, "Net", is_root=True)
 
 
-def attach_optimizer() -> None:
-    model = FSDP(Net())
+def attach_optimizer(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
     model._flat_param._in_backward_optimizers = []
-    model._lazy_init()
+    model(X)
 
 
-def use_inner_first() -> None:
-    model = nested()
-    model.second._lazy_init()
-    model._lazy_init()
+def use_inner_first(fsdp: Implementation) -> None:
+    model = fsdp.nested()
+    model.second(X)
+    model(X)
 
 
-def differ_in(setting: str, inner: Any, outer: Any) -> None:
+def differ_in(fsdp: Implementation, setting: str, inner: Any, outer: Any) -> None:
     net = Net()
-    net.second = FSDP(net.second, **{setting: inner})
-    FSDP(net, **{setting: outer})._lazy_init()
+    net.second = fsdp.wrap(net.second, **{setting: inner})
+    fsdp.wrap(net, **{setting: outer})(X)
 
 
-def differ_in_eval_precision() -> None:
+def differ_in_eval_precision(fsdp: Implementation) -> None:
     net = Net()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        net.second = FSDP(net.second)
-    FSDP(net)._lazy_init()
+        net.second = fsdp.wrap(net.second)
+    fsdp.wrap(net)(X)
 
 
-def differentiate_gradients() -> None:
-    FSDP(Net())(torch.ones(2, 3)).sum().backward(create_graph=True)
+def differentiate_gradients(fsdp: Implementation) -> None:
+    fsdp.wrap(Net())(X).sum().backward(create_graph=True)
+
+
+def replace_between(fsdp: Implementation) -> None:
+    strategy = ShardingStrategy.SHARD_GRAD_OP
+    model = fsdp.wrap(nn.Linear(3, 3), use_orig_params=True, sharding_strategy=strategy)
+    loss = model(X).sum()
+    model.module.weight = nn.Parameter(torch.zeros(3, 3))
+    loss.backward()
+
+
+def held(model: nn.Module) -> nn.Parameter:
+    return next(one for one in model.parameters() if one.numel())
+
+
+def reshape(fsdp: Implementation) -> None:
+    model = fsdp.wrap(nn.Linear(3, 3), use_orig_params=True)
+    held(model).data = torch.zeros(7)
+    model(X)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def untie(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Tied(), use_orig_params=True)
+    model.module.second.weight = nn.Parameter(model.module.second.weight.detach().clone())
+    model(X)
+
+
+@contextlib.contextmanager
+def debug_level(level: dist.DebugLevel) -> Iterator[None]:
+    before = dist.get_debug_level()
+    dist.set_debug_level(level)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
+
+
+def replace_and_be_told(fsdp: Implementation) -> None:
+    with debug_level(dist.DebugLevel.INFO):
+        model = fsdp.wrap(nn.Linear(3, 3), use_orig_params=True)
+        held(model).data = torch.zeros_like(held(model))
+        model(X)
+
+
+def log_the_backward(fsdp: Implementation) -> None:
+    with debug_level(dist.DebugLevel.INFO):
+        model = fsdp.wrap(Net(), use_orig_params=True)
+        model(X).sum().backward()
 
 
 RUNTIME = [
-    Row(
-        "X-060",
-        RuntimeError,
-        "'Net' on rank 1 computes on cpu, which is not available",
-        lambda: initialise(FSDP(Net()), _device_handle=types.SimpleNamespace(is_available=lambda: False)),
-    ),
+    Row("X-060", RuntimeError, "FSDP does not support CPU only execution", run_without_device, ours="'Net' on rank 1"),
     Row(
         "X-061",
         ValueError,
-        "SUMMON_FULL_PARAMS.*current state is.*IDLE",
-        lambda: FSDP(Net())._assert_state(fully_sharded_data_parallel.TrainingState.SUMMON_FULL_PARAMS),
+        "expected to be in states [<TrainingState.IDLE",
+        apply_in_forward,
+        also="current state is TrainingState.FORWARD_BACKWARD",
+        ours="rank 1",
     ),
     Row(
         "X-062",
         RuntimeError,
-        "parameters on cpu: move the module to cuda:0",
-        lambda: initialise(FSDP(Net()), compute_device=CUDA),
+        "An FSDP-managed module unexpectedly has parameters on cpu. Make sure to move the module to cuda:0 before "
+        "training",
+        compute_elsewhere,
+        ours="'Net' on rank 1",
     ),
-    Row("X-063", RuntimeError, "'Net' on rank 2.*meta: do not move it from the CPU", move_offloaded),
-    Row("X-064", RuntimeError, "only with use_orig_params=True", attach_optimizer),
-    Row("X-065", AssertionError, "'second' on rank 1.*already the root", use_inner_first),
-    Row("X-066", ValueError, "homogeneous.*_use_orig_params", lambda: differ_in("use_orig_params", True, False)),
+    Row(
+        "X-063",
+        RuntimeError,
+        "An FSDP-managed module with parameter CPU offloading enabled has parameters on meta. Make sure to not move "
+        "the module from CPU when offloading parameters",
+        move_offloaded,
+        ours="'Net' on rank 1",
+    ),
+    Row(
+        "X-064",
+        RuntimeError,
+        "FSDP optimizer in backward only supported with use_orig_params=True!",
+        attach_optimizer,
+        ours="'Net' on rank 1",
+    ),
+    Row(
+        "X-065",
+        AssertionError,
+        "Non-root FSDP instance's `_is_root` should not have been set yet",
+        use_inner_first,
+        ours="'second' on rank 1",
+    ),
+    Row(
+        "X-066",
+        ValueError,
+        "Expects one homogeneous value for _use_orig_params but got",
+        lambda fsdp: differ_in(fsdp, "use_orig_params", True, False),
+        ours="True in 'second'",
+    ),
     Row(
         "X-066 limiter",
         ValueError,
-        "homogeneous.*limit_all_gathers",
-        lambda: differ_in("limit_all_gathers", True, False),
+        "Expects one homogeneous value for limit_all_gathers but got",
+        lambda fsdp: differ_in(fsdp, "limit_all_gathers", True, False),
     ),
-    Row("X-066 eval", ValueError, "homogeneous.*_use_full_prec_in_eval", differ_in_eval_precision),
-    Row("X-069", RuntimeError, "gradients that themselves require gradients", differentiate_gradients),
+    Row(
+        "X-066 eval",
+        ValueError,
+        "Expects one homogeneous value for _use_full_prec_in_eval but got",
+        differ_in_eval_precision,
+    ),
+    Row(
+        "X-069",
+        RuntimeError,
+        "FSDP does not support gradients of gradients",
+        differentiate_gradients,
+        ours="rank 1, unit Net",
+    ),
+    Row(
+        "X-074",
+        AssertionError,
+        "FSDP does not support changing the parameters between forward and backward",
+        replace_between,
+        ours="rank 1, unit Linear.*weight",
+    ),
+    Row(
+        "X-075",
+        RuntimeError,
+        "Cannot writeback when the parameter shape changes",
+        reshape,
+        ours=r"of unit Linear has shape \(\d,\) on rank 1.*\[7\]",
+    ),
+    Row(
+        "X-076",
+        NotImplementedError,
+        "Changing shared parameters is not supported yet",
+        untie,
+        ours="rank 1, unit Tied",
+    ),
+    Row("X-077", UserWarning, "[Rank 1] Parameter needs writeback in", replace_and_be_told, ours="of unit Linear"),
+    Row("X-085", logging.LogRecord, "FSDP firing post-backward hooks for parameters", log_the_backward, whole=True),
 ]
 
 
 @of(RUNTIME)
-def test_runtime_refuses(row: Row) -> None:
+def test_runtime_refuses_in_torchs_words(row: Row) -> None:
     check(row)
 
 
 # ----------------------------------------------------------------- calls of the user
 
 
-def call_inner_no_sync() -> None:
-    model = nested()
-    enter(model.second.no_sync())
-
-
-def clip_inner() -> None:
-    model = nested()
-    model.second.clip_grad_norm_(1.0)
-
-
-def flip_in_no_sync() -> None:
-    model = nested()
+def flip_in_no_sync(fsdp: Implementation) -> None:
+    model = fsdp.nested()
     with model.no_sync():
         model.second._sync_gradients = True
 
 
-def enter(context: Any) -> None:
-    with context:
-        pass
+def summon(model: Any, **kwargs: Any) -> None:
+    enter(type(model).summon_full_params(model, **kwargs))
 
 
-def summon_in_forward() -> None:
+def summon_in_forward(fsdp: Implementation) -> None:
     class Summoning(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            enter(FSDP.summon_full_params(model))
+            summon(model)
             return super().forward(x)
 
-    model = FSDP(Summoning())
-    model(torch.ones(2, 3))
+    model = fsdp.wrap(Summoning())
+    model(X)
 
 
-def summon_twice() -> None:
-    model = FSDP(Net())
-    with FSDP.summon_full_params(model):
-        enter(FSDP.summon_full_params(model))
+def summon_twice(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
+    with fsdp.FSDP.summon_full_params(model):
+        summon(model)
 
 
-def summon_busy_handle() -> None:
-    model = FSDP(Net())
+def summon_busy_handle(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
+    if fsdp.is_torchs:
+        model._handle._training_state = HandleTrainingState.FORWARD
+        summon(model)
     model._lazy_init()
     model._handle.summon_enter(False)
     try:
@@ -490,59 +794,205 @@ def summon_busy_handle() -> None:
         model._handle.summon_exit()
 
 
-def no_shard() -> FSDP:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return FSDP(Net(), sharding_strategy=ShardingStrategy.NO_SHARD)
+def do_nothing(state: Any, *tensors: torch.Tensor) -> None:
+    pass
 
 
-SUMMON = FSDP.summon_full_params
+def register_twice(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
+    model.register_comm_hook(None, do_nothing)
+    model.register_comm_hook(None, do_nothing)
+
+
+def hook_a_hybrid(fsdp: Implementation) -> None:
+    mesh, strategy = init_device_mesh("cpu", (2, 2)), ShardingStrategy.HYBRID_SHARD
+    fsdp.wrap(Net(), device_mesh=mesh, sharding_strategy=strategy).register_comm_hook(None, do_nothing)
+
+
+def scaler(fsdp: Implementation) -> Any:
+    return fsdp.Scaler(device="cpu", process_group=dist.group.WORLD)
+
+
+def unscale_twice(fsdp: Implementation, then_step: bool) -> None:
+    model, scaled = fsdp.wrap(Net()), scaler(fsdp)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaled.scale(model(X).sum()).backward()
+    if then_step:
+        scaled.step(optimizer)
+    else:
+        scaled.unscale_(optimizer)
+    scaled.unscale_(optimizer)
+
+
+def update_with(fsdp: Implementation, new_scale: Any) -> None:
+    scaled = scaler(fsdp)
+    scaled.scale(torch.ones(()))
+    scaled.update(new_scale)
+
+
 USER_CALLS = [
-    Row("X-100", RuntimeError, "inner FSDP instances.*root", call_inner_no_sync),
-    Row("X-101", AssertionError, "incorrectly set to `True`", flip_in_no_sync),
-    Row("X-102", RuntimeError, "only be called on the root", clip_inner),
-    Row("X-103", UserWarning, "no gradients", lambda: nested().clip_grad_norm_(1.0)),
+    Row(
+        "X-100",
+        RuntimeError,
+        "`no_sync()` on inner FSDP instances is not supported",
+        lambda fsdp: (model := fsdp.nested())(X) is None or enter(model.second.no_sync()),
+    ),
+    Row(
+        "X-101",
+        AssertionError,
+        "`_sync_gradients` was incorrectly set to `True` while in the `no_sync()` context manager",
+        flip_in_no_sync,
+        ours="rank 1",
+    ),
+    Row(
+        "X-102",
+        RuntimeError,
+        "`clip_grad_norm_()` should only be called on the root FSDP instance",
+        lambda fsdp: (model := fsdp.nested())(X) is None or model.second.clip_grad_norm_(1.0),
+    ),
+    Row(
+        "X-103",
+        UserWarning,
+        "Called FSDP.clip_grad_norm_() on rank 1 with no gradients -- returning the total norm in the default dtype "
+        "torch.float32",
+        lambda fsdp: fsdp.nested().clip_grad_norm_(1.0),
+        whole=True,
+    ),
     Row(
         "X-105",
         NotImplementedError,
-        "with_grads=True, use_orig_params=False, offload_to_cpu=False",
-        lambda: enter(SUMMON(FSDP(Net()), with_grads=True)),
+        "with_grads=True, use_orig_params=False, offload_to_cpu=False is not supported",
+        lambda fsdp: summon(fsdp.wrap(Net()), with_grads=True),
     ),
     Row(
         "X-105 offload",
         NotImplementedError,
-        "with_grads=True, use_orig_params=True, offload_to_cpu=True",
-        lambda: enter(SUMMON(FSDP(Net(), use_orig_params=True), with_grads=True, offload_to_cpu=True)),
+        "with_grads=True, use_orig_params=True, offload_to_cpu=True is not supported",
+        lambda fsdp: summon(fsdp.wrap(Net(), use_orig_params=True), with_grads=True, offload_to_cpu=True),
     ),
     Row(
         "X-106",
         NotImplementedError,
-        "offload_to_cpu=True and NO_SHARD",
-        lambda: enter(SUMMON(no_shard(), offload_to_cpu=True)),
+        "offload_to_cpu=True and NO_SHARD is not supported",
+        lambda fsdp: summon(fsdp.unsharded(), offload_to_cpu=True),
     ),
     Row(
         "X-107",
         NotImplementedError,
-        "writeback=True and rank0_only=True",
-        lambda: enter(SUMMON(FSDP(Net()), rank0_only=True)),
+        "writeback=True and rank0_only=True is not supported",
+        lambda fsdp: summon(fsdp.wrap(Net()), rank0_only=True),
     ),
     Row(
         "X-108",
         UserWarning,
-        "own copy of all parameters in CPU memory",
-        lambda: enter(SUMMON(FSDP(Net()), offload_to_cpu=True)),
+        "offload_to_cpu=True and rank0_only=False may result in",
+        lambda fsdp: summon(fsdp.wrap(Net()), offload_to_cpu=True),
     ),
-    Row("X-109", AssertionError, "during forward/backward", summon_in_forward),
-    Row("X-110", AssertionError, "already unsharding", summon_twice),
-    Row("X-111", AssertionError, "unit Net: cannot gather.*SUMMON_FULL_PARAMS", summon_busy_handle),
+    Row(
+        "X-109",
+        AssertionError,
+        "Cannot manually unshard parameters during forward/backward",
+        summon_in_forward,
+        ours="rank 1, unit Summoning",
+    ),
+    Row(
+        "X-110",
+        AssertionError,
+        "Cannot manually unshard parameters when already unsharding parameters",
+        summon_twice,
+        ours="rank 1, unit Net",
+    ),
+    Row(
+        "X-111",
+        AssertionError,
+        "Expects the handle training to be IDLE but got HandleTrainingState.",
+        summon_busy_handle,
+        ours="rank 1, unit Net",
+    ),
+    Row(
+        "X-112",
+        AssertionError,
+        "register_comm_hook can only be called on a root instance.",
+        lambda fsdp: (model := fsdp.nested())(X) is None or model.second.register_comm_hook(None, do_nothing),
+        whole=True,
+        ours="Sequential at 'second'",
+    ),
+    Row(
+        "X-113", AssertionError, "Communication hook is not supported for hybrid strategies", hook_a_hybrid, ours="Net"
+    ),
+    Row("X-114", AssertionError, "A communication hook is already registered", register_twice, whole=True, ours="Net"),
+    Row(
+        "X-115",
+        ValueError,
+        "The communication hook must be callable but got 3",
+        lambda fsdp: fsdp.wrap(Net()).register_comm_hook(None, 3),
+        whole=True,
+    ),
+    Row(
+        "X-117",
+        ValueError,
+        "outputs must be a Tensor or an iterable of Tensors",
+        lambda fsdp: scaler(fsdp).scale(3),
+        ours="int",
+    ),
+    Row(
+        "X-118",
+        AssertionError,
+        "Expected supported device, got meta",
+        lambda fsdp: scaler(fsdp).scale(torch.ones(2, device="meta")),
+    ),
+    Row(
+        "X-119",
+        RuntimeError,
+        "unscale_() has already been called on this optimizer since the last update().",
+        lambda fsdp: unscale_twice(fsdp, False),
+        whole=True,
+    ),
+    Row(
+        "X-119 step",
+        RuntimeError,
+        "unscale_() is being called after step().",
+        lambda fsdp: unscale_twice(fsdp, True),
+        whole=True,
+    ),
+    Row(
+        "X-120",
+        AssertionError,
+        "No inf checks were recorded prior to update.",
+        lambda fsdp: update_with(fsdp, None),
+        whole=True,
+    ),
+    Row(
+        "X-120 scale",
+        AssertionError,
+        "new_scale should be a float or a 1-element",
+        lambda fsdp: update_with(fsdp, torch.ones(2)),
+        whole=True,
+    ),
 ]
 
 
 @of(USER_CALLS)
-def test_calls_of_the_user_are_refused(row: Row) -> None:
+def test_calls_of_the_user_are_refused_in_torchs_words(row: Row) -> None:
     check(row)
 
 
-def test_ids_are_given_once() -> None:
-    ids = [row.id for row in (*CONSTRUCTION, *FLATTENING, *RUNTIME, *USER_CALLS)]
-    assert len(set(ids)) == len(ids)
+# ----------------------------------------------------------------- the list
+
+
+def test_every_error_of_the_list_is_provoked_or_has_a_reason() -> None:
+    rows = [*CONSTRUCTION, *WRAPPING, *FLATTENING, *RUNTIME, *USER_CALLS, *on_ranks.ROWS]
+    provoked = [row.id.split()[0] for row in rows]
+    wanted = {one for _, ids in surface_rows.sections() for one in ids if one.startswith("X-")}
+    assert set(provoked) | set(NOT_PROVOKED) == wanted
+    assert not set(provoked) & set(NOT_PROVOKED)
+    assert len({row.id for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize("version", [(3, 10), (3, 11)])
+def test_note_is_shown_under_the_message(monkeypatch: pytest.MonkeyPatch, version: tuple[int, int]) -> None:
+    if sys.version_info >= version:
+        monkeypatch.setattr(sys, "version_info", version)
+    error = with_note(ValueError("said"), "noted")
+    text = "".join(traceback.format_exception_only(error))
+    assert text.splitlines() == ["ValueError: said", "noted"]

@@ -129,3 +129,11 @@ def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) 
     assert done.returncode == 1
     assert last_line(done.stderr).startswith("ImportError: ")
     assert absent[:-1].decode() in last_line(done.stderr)
+
+
+def test_label_of_a_build_becomes_part_of_its_version() -> None:
+    import fsdp_c
+
+    for label, expected in (("", fsdp_c.__version__), ("cu130", f"{fsdp_c.__version__}+cu130")):
+        done = call(sys.executable, "setup.py", "--version", cwd=ROOT, FSDP_C_LOCAL_VERSION=label)
+        assert last_line(done.stdout) == expected

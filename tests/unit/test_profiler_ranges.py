@@ -1,14 +1,16 @@
 """D-130: the ranges of a step in torch's profiler have upstream's names, and only while a profiler is on."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as UpstreamFSDP
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_c import BackwardPrefetch, FullyShardedDataParallel
+from fsdp_c import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy
 from fsdp_c.wrap import ModuleWrapPolicy
 
 NAME = "FullyShardedDataParallel"
@@ -21,8 +23,11 @@ def fake_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def ranges_of_a_step(**arguments: object) -> dict[str, int]:
-    model = FullyShardedDataParallel(
+UNITS, CALLS = 3, 4  # units with parameters; forwards of a step, which the root has too
+
+
+def ranges_of_a_step(fsdp: type = FullyShardedDataParallel, **arguments: object) -> dict[str, int]:
+    model = fsdp(
         nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
         device_id=torch.device("cpu"),
@@ -34,20 +39,35 @@ def ranges_of_a_step(**arguments: object) -> dict[str, int]:
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith(NAME)}
 
 
-def test_a_step_shows_upstreams_ranges_once_per_unit():
-    assert ranges_of_a_step() == {
-        f"{NAME}.forward": 4,
-        f"{NAME}._root_pre_forward": 1,
-        f"{NAME}._pre_forward": 4,
-        f"{NAME}._post_forward": 4,
-        f"{NAME}._pre_backward_hook": 4,
-        f"{NAME}._pre_backward_prefetch": 3,
-        f"{NAME}._post_backward_hook": 3,
-    }
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"use_orig_params": True, "limit_all_gathers": False},
+        {"forward_prefetch": True, "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+        {"backward_prefetch": None, "sharding_strategy": ShardingStrategy.FULL_SHARD},
+    ],
+    ids=["default", "no limit", "prefetch", "no prefetch"],
+)
+def test_a_step_shows_upstreams_ranges_as_often_as_upstream(arguments: dict[str, Any]):
+    """But two: what precedes a root's forward is shown for the root alone, and the limiter's range at every gather."""
+    theirs, ours = ranges_of_a_step(UpstreamFSDP, **arguments), ranges_of_a_step(**arguments)
+    assert theirs.pop(f"{NAME}._root_pre_forward") == CALLS and ours.pop(f"{NAME}._root_pre_forward") == 1
+    assert bool(theirs.pop(f"{NAME}.rate_limiter", 0)) == bool(ours.pop(f"{NAME}.rate_limiter", 0))
+    assert ours == theirs
 
 
-def test_prefetch_modes_have_ranges_of_their_own():
-    ranges = ranges_of_a_step(forward_prefetch=True, backward_prefetch=BackwardPrefetch.BACKWARD_POST)
-    assert ranges[f"{NAME}._pre_forward_prefetch"] == 3
-    assert ranges[f"{NAME}._post_backward_prefetch"] == 3
-    assert f"{NAME}._pre_backward_prefetch" not in ranges
+def test_limiter_has_its_range_at_each_gather_once_units_have_been_freed():
+    assert ranges_of_a_step()[f"{NAME}.rate_limiter"] == 2 * UNITS
+    assert f"{NAME}.rate_limiter" not in ranges_of_a_step(limit_all_gathers=False)
+
+
+def test_ranges_end_with_the_profiler():
+    """One that is switched on between two forwards sees the second alone."""
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(torch.randn(2, 4))
+        model(torch.randn(2, 4))
+        counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith(NAME)}
+        assert counts[f"{NAME}._to_kwargs"] == counts[f"{NAME}._pre_forward"] == 1

@@ -42,9 +42,10 @@ def present(scope: object) -> dict[str, str]:
 
 
 def declared_keywords(name: str) -> list[str]:
-    """The arguments of a class's ``__init__`` in the stub."""
-    (init,) = (node for node in CLASSES[name].body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
-    return [arg.arg for arg in [*init.args.posonlyargs, *init.args.args, *init.args.kwonlyargs]][1:]
+    """The arguments of a class's constructor in the stub."""
+    methods = [node for node in CLASSES[name].body if isinstance(node, ast.FunctionDef)]
+    (made,) = (method for method in methods if method.name in ("__init__", "__new__"))
+    return [arg.arg for arg in [*made.args.posonlyargs, *made.args.args, *made.args.kwonlyargs]][1:]
 
 
 def parsed_keywords(name: str) -> list[str]:

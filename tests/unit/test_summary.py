@@ -126,6 +126,17 @@ def test_sizes_of_a_large_world_in_numbers() -> None:
     assert (whole.peak_unsharded_nbytes, whole.all_gathers, whole.all_gather_nbytes) == (256, (1,), 256)
 
 
+def test_on_a_gpu_the_unit_freed_last_is_held_back() -> None:
+    net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+    on = {}
+    for device_type in ("cpu", "cuda"):
+        on[device_type] = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, device_type=device_type)
+    unit_nbytes = on["cpu"].units[1].unsharded_nbytes
+    assert on["cpu"].peak_unsharded_nbytes == 2 * unit_nbytes  # the root has nothing of its own; one is gathered ahead
+    assert on["cuda"].peak_unsharded_nbytes == 3 * unit_nbytes
+    assert on["cuda"].all_gathers == on["cpu"].all_gathers
+
+
 def test_one_rank_gathers_nothing() -> None:
     whole = fsdp_c.plan(nn.Linear(10, 10), world_size=1)
     assert whole.units[0].sharding_strategy is ShardingStrategy.NO_SHARD

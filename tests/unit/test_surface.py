@@ -66,6 +66,14 @@ def each_flat_param(**kwargs: Any) -> Iterator[tuple[Any, Any]]:
 # ----------------------------------------------------------------- names
 
 
+def test_package_says_its_version_and_shows_what_users_use() -> None:
+    assert fsdp_c.__version__.split(".")[0].isdigit()
+    shown = [name for name in dir(fsdp_c) if not name.startswith("_")]
+    assert set(fsdp_c.__all__) | {"install", "uninstall", "summary", "plan", "wrap"} <= set(shown)
+    assert not {"_C", "torch", "construction", "materialization", "left_out"} & set(dir(fsdp_c))
+    assert all(hasattr(fsdp_c, name) for name in dir(fsdp_c))
+
+
 def test_class_file_has_the_public_names() -> None:
     for name in (*fsdp_c.__all__, "FlatParameter", "FLAT_PARAM"):
         assert hasattr(fully_sharded_data_parallel, name), name
@@ -129,7 +137,7 @@ def test_configurations_have_the_defaults_of_torch() -> None:  # A-017, A-021, A
 def test_unit_derives_from_module_and_state() -> None:
     from torch.distributed.fsdp._common_utils import _FSDPState
 
-    assert FSDP.__bases__ == (nn.Module, _FSDPState)
+    assert [base for base in FSDP.__mro__ if base in (nn.Module, _FSDPState)] == [nn.Module, _FSDPState]
     empty = FSDP(nn.ReLU())
     assert not empty._has_params and empty._flat_param is None
 

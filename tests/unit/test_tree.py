@@ -73,10 +73,39 @@ def test_a_tensor_seen_twice_is_found_once_and_cycles_end():
     assert ids(tree.tensors_of([one, one, loop])) == [id(one)]
 
 
-def test_inputs_that_need_nothing_are_returned_as_they_are():
+def test_inputs_that_need_nothing_are_returned_as_they_are_since_torch_2_14(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.14.0+cpu")
     args, kwargs = (torch.ones(1), [1, torch.ones(1)]), {"x": Record(torch.ones(1))}
-    new_args, new_kwargs = tree.convert_inputs(args, kwargs, torch.device("cpu"), torch.float32)
+    new_args, new_kwargs = tree.convert_inputs(args, kwargs, torch.device("cpu"), None)
     assert new_args is args and new_kwargs is kwargs
+
+
+def shared_after(version, dtype, monkeypatch):
+    """Which containers of the inputs are still the caller's: a list, a dict in a tuple, an empty list, an object."""
+    monkeypatch.setattr(torch, "__version__", version)
+    one, empty, record = [torch.ones(1), Pair(1, {"x": [3]})], [], Record(torch.ones(1, dtype=torch.int64))
+    (new, other), kwargs = tree.convert_inputs((one, empty), {"record": record}, torch.device("cpu"), dtype)
+    assert new == one and other == empty and new[0] is one[0]
+    return new is one, new[1].second is one[1].second, other is empty, kwargs["record"] is record
+
+
+def test_module_gets_lists_and_dicts_of_its_own_as_torchs_does_until_2_13(monkeypatch):
+    assert shared_after("2.13.0+cpu", None, monkeypatch) == (False, False, True, True)
+    assert shared_after("2.14.0", None, monkeypatch) == (True, True, True, True)
+
+
+def test_module_gets_lists_and_dicts_of_its_own_where_inputs_are_cast(monkeypatch):
+    for version in ("2.13.0", "2.15.1"):
+        assert shared_after(version, torch.float32, monkeypatch) == (False, False, False, True)
+
+
+def test_copied_containers_keep_their_class(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.0")
+    odd, default = Odd(3), collections.defaultdict(list, x=[1])
+    odd["x"] = 1
+    (new_odd, new_default), _ = tree.convert_inputs((odd, default), {}, torch.device("cpu"), None)
+    assert new_odd is not odd and isinstance(new_odd, Odd) and new_odd.size == 3 and new_odd == odd
+    assert new_default is not default and new_default["y"] == [] and new_default["x"] is not default["x"]
 
 
 def test_floating_inputs_are_cast_and_containers_keep_their_types():

@@ -16,7 +16,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c import wrap as fsdp_wrap
-from fsdp_c.traversal import clean_path, units_with_paths
+from fsdp_c.sharded_module import units_with_paths
+from fsdp_c.traversal import clean_path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -140,7 +141,7 @@ def test_ignored_modules_are_not_wrapped() -> None:
 def test_auto_wrap_over_a_unit_is_refused_and_names_it() -> None:
     plain = Model()
     plain.embed = FSDP(plain.embed)
-    with pytest.raises(ValueError, match="not already have FSDP applied, but 'embed'"):
+    with pytest.raises(ValueError, match="not already have FSDP applied but found embed in Model"):
         FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
 
 
@@ -177,7 +178,7 @@ def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
 def test_partly_frozen_module_is_refused_and_both_kinds_are_named() -> None:
     plain = Model()
     plain.blocks[1].first.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'blocks.1' has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"):
+    with pytest.raises(ValueError, match=r"^blocks.1 has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"):
         FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
 
 

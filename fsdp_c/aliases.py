@@ -1,0 +1,12 @@
+"""Names for what users hand in and get back, of which no more is known than its outer form."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+StateDict = dict[str, Any]  # of a model or an optimizer: tensors, and whatever else modules and optimizers keep
+ParamState = dict[str, Any]  # what an optimizer keeps of one parameter
+ParamGroup = dict[str, Any]  # of an optimizer: its parameters and its options
+Kwargs = dict[str, Any]  # of a constructor of FullyShardedDataParallel or of another wrapper
+OptimInput = list[ParamGroup] | Iterable[nn.Parameter] | None  # what an optimizer is made of

@@ -1,0 +1,21 @@
+"""How errors are worded: they begin with the phrase by which the same error of torch's FSDP1 is known.
+
+Users search for it, and programs match it. What follows is ours: rank, unit, names, remedy.
+"""
+
+import sys
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
+
+
+def with_note(error: Error, note: str) -> Error:
+    """``error`` with ``note`` under its message, for a message that programs match to its end.
+
+    Before Python 3.11, which cannot note anything on an exception, the note is a second line of the message.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
+    return error

@@ -1,0 +1,175 @@
+"""Stands in for ``torch.distributed.fsdp._common_utils``: a unit's base class, helpers over units and tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable_state import _get_module_state, _State
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_PREFIX
+
+FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
+FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
+FSDP_FLATTENED = "_fsdp_flattened"
+
+
+# ----------------------------------------------------------------- units
+
+
+class _FSDPState(_State):
+    """What every unit is, so that it is recognised by ``isinstance``. It holds nothing."""
+
+    __module__ = "torch.distributed.fsdp._common_utils"
+
+
+def _get_module_fsdp_state(module: nn.Module) -> Any:
+    """The unit that ``module`` is or belongs to, or None."""
+    state = _get_module_state(module)
+    return state if isinstance(state, _FSDPState) else None
+
+
+def _get_module_fsdp_state_if_fully_sharded_module(module: nn.Module) -> Any:
+    """The unit that is around exactly ``module``, or None."""
+    state = _get_module_fsdp_state(module)
+    if state is None or state is module:
+        return state
+    return state if module in state._fully_sharded_module_to_handle else None
+
+
+def _is_composable(state: Any) -> bool:
+    """Whether a unit is no module itself; ours are."""
+    return not isinstance(state, nn.Module)
+
+
+def _module_handle(state: Any, module: nn.Module) -> Any:
+    """The handle of the unit around ``module``, or None where it has no parameters."""
+    return state._fully_sharded_module_to_handle[module] if _is_composable(state) and state._handle else module._handle
+
+
+def _has_fsdp_params(state: Any, module: nn.Module) -> bool:
+    return _module_handle(state, module) is not None
+
+
+def _assert_in_training_states(state: Any, training_states: list[Any]) -> None:
+    """ValueError unless the unit is in one of these states."""
+    if state.training_state not in training_states:
+        raise ValueError(f"expected to be in states {training_states} but current state is {state.training_state}")
+
+
+# ----------------------------------------------------------------- names and marks
+
+
+def clean_tensor_name(tensor_name: str) -> str:
+    """A tensor's name without what units and checkpoint wrappers add."""
+    return tensor_name.replace(FSDP_PREFIX, "").replace(_CHECKPOINT_PREFIX, "")
+
+
+def _set_fsdp_flattened(tensor: torch.Tensor) -> None:
+    setattr(tensor, FSDP_FLATTENED, True)
+
+
+def _is_fsdp_flattened(tensor: torch.Tensor) -> bool:
+    marked: bool = getattr(tensor, FSDP_FLATTENED, False)
+    return marked
+
+
+def _named_parameters_with_duplicates(module: nn.Module, **kwargs: Any) -> list[tuple[str, nn.Parameter]]:
+    """``named_parameters`` with shared ones under all their names, where the module's own method can give them."""
+    if "remove_duplicate" in kwargs:
+        raise AssertionError("remove_duplicate cannot be passed: duplicates are what this is for")
+    try:
+        return list(module.named_parameters(remove_duplicate=False, **kwargs))
+    except AssertionError:
+        return list(module.named_parameters(**kwargs))
+
+
+def _apply_to_modules(
+    root_module: nn.Module,
+    module_fn: Callable[..., None],
+    return_fn: Callable[..., Any],
+    filter_fqns: list[str] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``module_fn(module, prefix, depth, *args, **kwargs)`` in pre-order, and return what ``return_fn`` does.
+
+    With ``filter_fqns``, a wrapper that none of these names goes through adds nothing to the prefix.
+    """
+    prefixes = {fqn[: i + 1] for fqn in filter_fqns or () for i, letter in enumerate(fqn) if letter == "."}
+    wrappers = (FSDP_WRAPPED_MODULE, "_dmp_wrapped_module", "module")
+
+    def visit(module: nn.Module, prefix: str, depth: int) -> None:
+        module_fn(module, prefix, depth, *args, **kwargs)
+        for name, child in module.named_children():
+            inner = f"{prefix}{name}."
+            if filter_fqns is not None and inner not in prefixes and name in wrappers:
+                inner = prefix
+            visit(child, inner, depth + 1)
+
+    visit(root_module, "", 0)
+    return return_fn(*args, **kwargs)
+
+
+def _get_param_to_fqns(model: nn.Module, dedup_shared_params: bool = True) -> dict[nn.Parameter, list[str]]:
+    """The names that each parameter has in the plain model: several for a flat parameter, and for a shared one unless
+    ``dedup_shared_params``."""
+    found: dict[nn.Parameter, list[str]] = {}
+
+    def collect(module: nn.Module, prefix: str, depth: int) -> None:
+        for name, param in _named_parameters_with_duplicates(module, recurse=False):
+            is_flat = getattr(param, "_is_flat_param", False)
+            own_names: list[str] = getattr(param, "_fqns", [name]) if is_flat else [name]
+            names = [clean_tensor_name(prefix + one) for one in own_names]
+            if param not in found or is_flat:
+                found[param] = names
+            elif not dedup_shared_params:
+                found[param] += names
+
+    _apply_to_modules(model, collect, lambda: None, [name for name, _ in _named_parameters_with_duplicates(model)])
+    return found
+
+
+# ----------------------------------------------------------------- tensors in containers, which FSDP2 asks for
+
+
+def collect_grad_tensors(output: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors that require grad in dicts, lists, tuples and dataclasses, in the order in which they stand."""
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    _map_grad_tensors(note, output)
+    return tuple(found)
+
+
+def replace_grad_tensors(output: Any, tensor_iter: Iterator[torch.Tensor]) -> Any:
+    """``output`` with the next of ``tensor_iter`` for each of those tensors; RuntimeError if any is left over."""
+    result = _map_grad_tensors(lambda _: next(tensor_iter), output)
+    left = len(list(tensor_iter))
+    if left:
+        raise RuntimeError(f"{left} replacement tensors were not consumed by a {type(output).__qualname__}")
+    return result
+
+
+def _map_grad_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Containers in which nothing changed are returned as they are."""
+    if isinstance(value, torch.Tensor):
+        return fn(value) if value.requires_grad else value
+    if isinstance(value, dict):
+        items = {key: _map_grad_tensors(fn, item) for key, item in value.items()}
+        return type(value)(items) if any(items[key] is not value[key] for key in value) else value
+    if isinstance(value, tuple | list):
+        new = [_map_grad_tensors(fn, item) for item in value]
+        if all(one is old for one, old in zip(new, value, strict=True)):
+            return value
+        return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changes = {name: new for name, old in fields.items() if (new := _map_grad_tensors(fn, old)) is not old}
+        return dataclasses.replace(value, **changes) if changes else value
+    return value

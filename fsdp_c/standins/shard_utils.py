@@ -1,0 +1,66 @@
+"""Stands in for ``torch.distributed.fsdp._shard_utils``: one whole tensor, cut by rows over the ranks of a group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch._utils import _get_device_module
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+
+
+def _create_chunk_sharded_tensor(
+    tensor: torch.Tensor,
+    rank: int,
+    world_size: int,
+    num_devices_per_node: int,
+    pg: dist.ProcessGroup,
+    device: torch.device | None = None,
+) -> ShardedTensor:
+    """A ShardedTensor of ``tensor``'s rows, of which this rank keeps a copy of its own. Nothing is communicated."""
+    chunks = tensor.chunk(world_size, dim=0)
+    device_type = (device or dist.distributed_c10d._get_pg_default_device(pg)).type
+    shards, start = [], 0
+    for index, chunk in enumerate(chunks):
+        offsets = [start, *[0] * (tensor.dim() - 1)]
+        placement = _placement(dist.get_global_rank(pg, index), device_type, num_devices_per_node)
+        shards.append(ShardMetadata(offsets, list(chunk.size()), placement))
+        start += chunk.size(0)
+    own = []
+    if rank < len(chunks):
+        own.append(Shard.from_tensor_and_offsets(chunks[rank].clone(), shards[rank].shard_offsets, rank))
+    properties = TensorProperties(
+        dtype=tensor.dtype,
+        layout=tensor.layout,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        pin_memory=tensor.is_pinned(),
+    )
+    metadata = ShardedTensorMetadata(shards_metadata=shards, size=tensor.size(), tensor_properties=properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        own, sharded_tensor_metadata=metadata, process_group=pg
+    )
+
+
+def _placement(rank: int, device_type: str, num_devices_per_node: int) -> str:
+    if device_type == "cpu":
+        return f"rank:{rank}/cpu"
+    index = _get_device_module("hpu").current_device() if device_type == "hpu" else rank % num_devices_per_node
+    return f"rank:{rank}/{device_type}:{index}"
+
+
+def _create_chunk_dtensor(tensor: torch.Tensor, rank: int, device_mesh: DeviceMesh) -> DTensor:
+    """A DTensor of ``tensor``'s rows over the last dimension of the mesh, replicated over the others."""
+    replicated = [Replicate()] * device_mesh.ndim
+    whole = DTensor.from_local(tensor.detach().clone(), device_mesh, replicated, run_check=False)
+    return whole.redistribute(placements=[*replicated[:-1], ShardPlacement(0)])
+
+
+def _all_gather_dtensor(tensor: DTensor, root_mesh: DeviceMesh | None) -> torch.Tensor:
+    """The local tensor of a DTensor that is gathered over the last dimension of its mesh, ``root_mesh``. Collective."""
+    if root_mesh != tensor.device_mesh:
+        raise AssertionError("The device mesh of a tensor should be a root mesh.")
+    return tensor.redistribute(placements=[*tensor.placements[:-1], Replicate()]).to_local()

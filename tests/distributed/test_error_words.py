@@ -1,0 +1,575 @@
+"""Errors and warnings of state dicts, and of ranks that differ, in both implementations: see tests/errors.py."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+
+from tests.errors import OURS, TORCHS, Implementation, Net, Row, check
+from tests.ranks import device, on_ranks
+
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+WHOLE = FullOptimStateDictConfig(
+    rank0_only=False, offload_to_cpu=False
+)  # offloaded, torch's is wrong on a CPU: parity 6
+X = torch.ones(2, 3)
+
+
+# ----------------------------------------------------------------- ranks that differ
+
+
+class Forked(nn.Module):
+    """Two paths whose units have as many elements."""
+
+    def __init__(self, fsdp: Implementation) -> None:
+        super().__init__()
+        self.left, self.right = (fsdp.wrap(nn.Linear(3, 3, bias=False)) for _ in range(2))
+        self.shared = nn.Linear(3, 3)
+        self.turn_right = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.right if self.turn_right else self.left)(self.shared(x))
+
+
+def fork(fsdp: Implementation, iterations: list[bool]) -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model = fsdp.wrap(Forked(fsdp))
+        for model.module.turn_right in iterations:
+            model(X).sum().backward()
+    finally:
+        dist.set_debug_level(before)
+
+
+def miss_gradients_on_rank_1(fsdp: Implementation) -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.INFO)
+    try:
+        model = fsdp.wrap(nn.Linear(3, 3), use_orig_params=True)
+        model(X).sum().backward()
+        if dist.get_rank() == 1:
+            model.zero_grad()
+        with fsdp.FSDP.summon_full_params(model, with_grads=True):
+            pass
+    finally:
+        dist.set_debug_level(before)
+
+
+RANKS = [
+    Row(
+        "X-079",
+        RuntimeError,
+        "Forward order differs across ranks: rank 0 is all-gathering parameters for",
+        lambda fsdp: fork(fsdp, [dist.get_rank() == 1]),
+        ours=r"\['left.weight'\] while rank 1 is all-gathering parameters for \['right.weight'\]",
+    ),
+    Row(
+        "X-080",
+        UserWarning,
+        "Forward order differs from that of the first iteration on rank",
+        lambda fsdp: fork(fsdp, [False, True]),
+        also="Collectives are unchecked and may give incorrect results or hang",
+        ours="'left.weight'.*'right.weight'",
+    ),
+    Row(
+        "X-086",
+        UserWarning,
+        "[Rank 1] Only some but not all ranks have a `None` `FlatParameter` gradient",
+        miss_gradients_on_rank_1,
+        ours="unit Linear",
+    ),
+]
+
+
+# ----------------------------------------------------------------- state dicts
+
+
+def select(model: Any, kind: StateDictType, config: Any = None, optim_config: Any = None) -> None:
+    type(model).set_state_dict_type(model, kind, config, optim_config)
+
+
+def saved(model: Any, kind: StateDictType) -> dict[str, Any]:
+    select(model, kind)
+    return model.state_dict()
+
+
+def disagree(fsdp: Implementation, kind: StateDictType | None = None, **configs: Any) -> Any:
+    """A model whose inner unit has another selection, or configurations of other types."""
+    model = fsdp.nested()
+    select(model, FULL)
+    if kind is not None:
+        select(model.second, kind)
+    for name, config in configs.items():
+        setattr(model.second, name, config)
+    return model
+
+
+def save_locally_with_a_mesh(fsdp: Implementation) -> None:
+    saved(fsdp.wrap(Net(), device_mesh=init_device_mesh(device().type, (2,))), LOCAL)
+
+
+def save_while_saving(fsdp: Implementation) -> None:
+    net = Net()
+    model = fsdp.wrap(net)
+    net.first.register_state_dict_pre_hook(lambda module, prefix, keep_vars: model.state_dict())
+    saved(model, FULL)
+
+
+def drop_a_name(fsdp: Implementation) -> None:
+    def drop(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        del state[f"{prefix}weight"]
+
+    net = Net()
+    net.first.register_state_dict_post_hook(drop)
+    saved(fsdp.wrap(net), FULL)
+
+
+def load(
+    fsdp: Implementation, kind: StateDictType, change: Callable[[dict[str, Any]], Any], strict: bool = True
+) -> None:
+    model = fsdp.wrap(Net())
+    state = saved(model, kind)
+    change(state)
+    model.load_state_dict(state, strict=strict)
+
+
+def load_of_other_size(fsdp: Implementation) -> None:
+    """torch looks at the size where the shard has padding: on the last of two ranks."""
+    model = fsdp.wrap(nn.Linear(2, 3))
+    select(model, LOCAL)
+    model.load_state_dict(saved(fsdp.wrap(nn.Linear(5, 4)), LOCAL))
+
+
+def multiply_shards(state: dict[str, Any], name: str, times: int) -> None:
+    value: ShardedTensor = state[name]
+    value._local_shards = value.local_shards() * times
+
+
+def forget_a_dtype(fsdp: Implementation) -> None:
+    net = Net()
+    net.register_buffer("seen", torch.zeros(3))
+    model = fsdp.wrap(net, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    model(X)
+    model._buffer_name_to_orig_dtype.clear()
+    saved(model, FULL)
+
+
+STATE_DICTS = [
+    Row(
+        "X-130",
+        FutureWarning,
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated.",
+        lambda fsdp: select(fsdp.wrap(Net()), FULL),
+    ),
+    Row(
+        "X-131",
+        RuntimeError,
+        f"Expected state_dict_config of type {FullStateDictConfig} but got {ShardedStateDictConfig}",
+        lambda fsdp: select(fsdp.wrap(Net()), FULL, ShardedStateDictConfig()),
+    ),
+    Row(
+        "X-131 optimizer",
+        RuntimeError,
+        f"Expected optim_state_dict_config of type {FullOptimStateDictConfig} but got {ShardedOptimStateDictConfig}",
+        lambda fsdp: select(fsdp.wrap(Net()), FULL, None, ShardedOptimStateDictConfig()),
+    ),
+    Row(
+        "X-132",
+        AssertionError,
+        "All FSDP modules should have the same state_dict_type.",
+        lambda fsdp: select(disagree(fsdp, SHARDED), FULL),
+        whole=True,
+    ),
+    Row(
+        "X-132 config",
+        AssertionError,
+        "All FSDP modules must have the same type of state_dict_config.",
+        lambda fsdp: select(disagree(fsdp, _state_dict_config=ShardedStateDictConfig()), FULL),
+        whole=True,
+    ),
+    Row(
+        "X-132 optimizer",
+        AssertionError,
+        "All FSDP modules must have the same type of optim_state_dict_config.",
+        lambda fsdp: select(disagree(fsdp, _optim_state_dict_config=ShardedOptimStateDictConfig()), FULL),
+        whole=True,
+    ),
+    Row(
+        "X-133",
+        AssertionError,
+        "All FSDP modules must have the same state dict settings.",
+        lambda fsdp: fsdp.FSDP.get_state_dict_type(disagree(fsdp, SHARDED)),
+    ),
+    Row(
+        "X-134",
+        RuntimeError,
+        "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT",
+        save_locally_with_a_mesh,
+    ),
+    Row(
+        "X-135",
+        UserWarning,
+        "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.",
+        lambda fsdp: saved(fsdp.unsharded(), SHARDED),
+        whole=True,
+    ),
+    Row(
+        "X-137",
+        AssertionError,
+        "Entering the ``_unshard_fsdp_state_params`` context but",
+        save_while_saving,
+        ours="rank",
+    ),
+    Row(
+        "X-138",
+        AssertionError,
+        "FSDP assumes first.weight is in the state_dict but the state_dict only has",
+        drop_a_name,
+        ours="rank=",
+    ),
+    Row(
+        "X-140",
+        AssertionError,
+        "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters",
+        lambda fsdp: load(fsdp, LOCAL, lambda state: state.clear()),
+        ours="'_flat_param'",
+    ),
+    Row(
+        "X-141 type",
+        AssertionError,
+        "Tensors in local_state_dict should be ShardedTensor",
+        lambda fsdp: load(fsdp, LOCAL, lambda state: state.update(_flat_param=torch.zeros(8))),
+        ours="_flat_param",
+    ),
+    Row(
+        "X-141 shards",
+        AssertionError,
+        "load_local_state_dict assume one shard per ShardedTensor",
+        lambda fsdp: load(fsdp, LOCAL, lambda state: multiply_shards(state, "_flat_param", 0)),
+        ours="_flat_param has 0 on rank",
+    ),
+    Row(
+        "X-141 size",
+        AssertionError,
+        "Local shard size = 5 and the tensor in the state_dict is 12",
+        load_of_other_size,
+        ours="of 9 and 24 on all ranks",
+    ),
+    Row(
+        "X-142",
+        AssertionError,
+        "Expects 0 or 1 shard per rank but got 2 shards on rank",
+        lambda fsdp: load(fsdp, SHARDED, lambda state: multiply_shards(state, "first.weight", 2)),
+        ours="of first.weight",
+    ),
+    Row(
+        "X-143",
+        logging.LogRecord,
+        "Did not find param with FQN",
+        lambda fsdp: load(fsdp, SHARDED, lambda state: state.pop("first.weight"), strict=False),
+        also="first.weight, skipping it",
+    ),
+    Row(
+        "X-144",
+        AssertionError,
+        "Expected ShardedTensor, got <class 'torch.Tensor'>",
+        lambda fsdp: load(fsdp, SHARDED, lambda state: state.update({"first.weight": torch.zeros(3, 3)})),
+        ours="first.weight",
+    ),
+    Row("X-145", AssertionError, "seen is missing from pre-computed dict on rank", forget_a_dtype),
+]
+
+
+# ----------------------------------------------------------------- optimizer state dicts
+
+
+def adam(model: nn.Module) -> torch.optim.Adam:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def trained(fsdp: Implementation, use_orig_params: bool = True, module: nn.Module | None = None) -> tuple[Any, Any]:
+    model = fsdp.wrap(module or Net(), use_orig_params=use_orig_params)
+    return model, adam(model)
+
+
+def select_whole(model: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        select(model, FULL, None, WHOLE)
+
+
+def save(
+    fsdp: Implementation,
+    change: Callable[[Any], Any],
+    use_orig_params: bool = True,
+    module: nn.Module | None = None,
+) -> None:
+    """Save the state of an optimizer that ``change`` has changed."""
+    model, optimizer = trained(fsdp, use_orig_params, module)
+    select_whole(model)
+    change(optimizer)
+    fsdp.FSDP.optim_state_dict(model, optimizer)
+
+
+def save_with_foreign_state(fsdp: Implementation) -> None:
+    model, optimizer = trained(fsdp)
+    select_whole(model)
+    state = optimizer.state_dict()
+    state["state"]["mine"] = {"seen": 3}
+    fsdp.FSDP.optim_state_dict(model, optimizer, state)
+
+
+def load_state(fsdp: Implementation, change: Callable[[dict[str, Any]], Any], use_orig_params: bool = False) -> None:
+    """Load a state that ``change`` has changed."""
+    model, optimizer = trained(fsdp, use_orig_params)
+    select_whole(model)
+    state = copy.deepcopy(fsdp.FSDP.optim_state_dict(model, optimizer))
+    change(state)
+    fsdp.FSDP.optim_state_dict_to_load(model, optimizer, state)
+
+
+def load_by_names(fsdp: Implementation) -> None:
+    """The state of what this rank has no part of is missing in its optimizer."""
+    model, optimizer = trained(fsdp)
+    select_whole(model)
+    state = fsdp.FSDP.optim_state_dict(model, optimizer)
+    for param in model.parameters():
+        if not param.numel():
+            optimizer.state.pop(param, None)
+    fsdp.FSDP.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
+
+
+def make_scalars_differ(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        state["step"] += dist.get_rank()
+
+
+def lose_state_on_rank_1(optimizer: Any) -> None:
+    if dist.get_rank() == 1:
+        optimizer.state.clear()
+
+
+def hold_only_some(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net(), use_orig_params=True)
+    optimizer = torch.optim.Adam([param for name, param in model.named_parameters() if name.endswith("weight")])
+    model(X).sum().backward()
+    optimizer.step()
+    select_whole(model)
+    fsdp.FSDP.optim_state_dict(model, optimizer)
+
+
+def save_shards_on_rank_0_only(fsdp: Implementation) -> None:
+    model, optimizer = trained(fsdp)
+    config = ShardedOptimStateDictConfig()
+    config.rank0_only = True  # type: ignore[attr-defined]
+    select(model, SHARDED, None, config)
+    fsdp.FSDP.optim_state_dict(model, optimizer)
+
+
+def mix_views(fsdp: Implementation) -> None:
+    mixed = nn.ModuleList([fsdp.wrap(nn.Linear(2, 2), use_orig_params=view) for view in (True, False)])
+    fsdp.FSDP.optim_state_dict(mixed, torch.optim.Adam(mixed.parameters()))
+
+
+def save_plain(fsdp: Implementation) -> None:
+    plain = Net()
+    fsdp.FSDP.full_optim_state_dict(plain, torch.optim.Adam(plain.parameters()))
+
+
+def save_by_input(fsdp: Implementation, given: Any) -> None:
+    model, optimizer = trained(fsdp)
+    fsdp.FSDP.full_optim_state_dict(model, optimizer, given)
+
+
+def save_by_parameters(fsdp: Implementation) -> None:
+    model, optimizer = trained(fsdp)
+    fsdp.FSDP.full_optim_state_dict(model, optimizer, model.parameters())
+
+
+def rekey(fsdp: Implementation, state: dict[str, Any], key_type: Any) -> None:
+    model = Net()
+    fsdp.FSDP.rekey_optim_state_dict(state, key_type, model, optim=torch.optim.Adam(model.parameters()))
+
+
+def rekey_tied(fsdp: Implementation) -> None:
+    model = fsdp.wrap(Net())
+    fsdp.FSDP.rekey_optim_state_dict(
+        adam(model).state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=torch.optim.Adam(model.parameters())
+    )
+
+
+NAME = "first.weight"
+OPTIMIZER = [
+    Row(
+        "X-160",
+        FutureWarning,
+        "``FullyShardedDataParallel.full_optim_state_dict``is being deprecated and is replaced by "
+        "``FullyShardedDataParallel.optim_state_dict``.",
+        lambda fsdp: save_by_input(fsdp, None),
+    ),
+    Row(
+        "X-161",
+        FutureWarning,
+        "The `optim_input` argument is deprecated and will be removed",
+        save_by_parameters,
+    ),
+    Row("X-163", AssertionError, "Not all FSDP modules have the same _use_orig_params value", mix_views, whole=True),
+    Row("X-164", IndexError, "list index out of range", save_plain, ours="Net has no FullyShardedDataParallel"),
+    Row(
+        "X-165",
+        ValueError,
+        '`optim_state_dict` must have the keys "state"',
+        lambda fsdp: load_state(fsdp, dict.clear, True),
+    ),
+    Row(
+        "X-166",
+        RuntimeError,
+        "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some "
+        "ranks are missing some of those states",
+        lambda fsdp: save(fsdp, lose_state_on_rank_1, False),
+        ours="{1: ",
+    ),
+    Row("X-167", RuntimeError, "first.bias is not in the optimizer state", hold_only_some, ours="requires_grad_"),
+    Row(
+        "X-168",
+        AssertionError,
+        "Rank 1 has different values for step: ",
+        lambda fsdp: save(fsdp, make_scalars_differ, module=nn.Linear(3, 5)),  # a weight with parts on both ranks
+    ),
+    Row("X-170", UserWarning, "Found a optim state, mine, that FSDP cannot process.", save_with_foreign_state),
+    Row("X-171", UserWarning, "optim_state[", load_by_names, also=r"is not on rank[01]\."),
+    Row(
+        "X-173 names",
+        ValueError,
+        "Differing optimizer state names for the unflattened parameters",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].pop("exp_avg")),
+        ours="first.weight has",
+    ),
+    Row(
+        "X-173 types",
+        ValueError,
+        "Differing optimizer state types for state exp_avg",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(exp_avg=3)),
+        ours="first.weight has",
+    ),
+    Row(
+        "X-173 dtypes",
+        ValueError,
+        "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor state with "
+        "the same dtype",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(exp_avg=torch.ones(3, 3).double())),
+        ours="first.weight has",
+    ),
+    Row(
+        "X-173 shapes",
+        ValueError,
+        "Tensor optimizer state does not have same shape as its parameter",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(exp_avg=torch.ones(2))),
+        ours="first.weight has",
+    ),
+    Row(
+        "X-174 values",
+        ValueError,
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
+        "dtype",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(9.0))),
+        ours="first.weight has",
+    ),
+    Row(
+        "X-174 dtypes",
+        ValueError,
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
+        "dtype",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"][NAME].update(step=torch.tensor(1.0).double())),
+        ours="first.weight has",
+    ),
+    Row(
+        "X-174 missing",
+        ValueError,
+        "All unflattened parameters comprising a single flat parameter must have scalar state with the same value and "
+        "dtype",
+        lambda fsdp: load_state(fsdp, lambda state: state["state"].pop("first.bias")),
+        ours="first.bias",
+    ),
+    Row("X-175", ValueError, "Optimizer input should not be empty", lambda fsdp: save_by_input(fsdp, []), whole=True),
+    Row(
+        "X-176",
+        TypeError,
+        "Optimizer input should be an iterable of Tensors or dicts, but got",
+        lambda fsdp: save_by_input(fsdp, 3),
+        ours="int",
+    ),
+    Row(
+        "X-176 elements",
+        TypeError,
+        "Optimizer input should be an iterable of Tensors or dicts",
+        lambda fsdp: save_by_input(fsdp, ["a"]),
+        ours="str",
+    ),
+    Row(
+        "X-177",
+        AssertionError,
+        'A parameter group should map "params" to a list of the parameters in the group',
+        lambda fsdp: save_by_input(fsdp, [{"lr": 1}]),
+        whole=True,
+    ),
+    Row(
+        "X-179",
+        ValueError,
+        "Invalid parameter keys: ",
+        lambda fsdp: rekey(fsdp, {"state": {0: {}, "a": {}}}, OptimStateKeyType.PARAM_ID),
+    ),
+    Row(
+        "X-180",
+        AssertionError,
+        "Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got names",
+        lambda fsdp: rekey(fsdp, {"state": {}, "param_groups": []}, "names"),
+        whole=True,
+    ),
+    Row("X-181", RuntimeError, "Each parameter should only map to one parameter name but got", rekey_tied),
+    Row(
+        "X-162",
+        AssertionError,
+        "Expected optim_input to be None and rank0_only to be False",
+        save_shards_on_rank_0_only,
+    ),
+]
+
+ROWS = [*RANKS, *STATE_DICTS, *OPTIMIZER]
+ONLY_ON = {"X-086": 1, "X-141 size": 1, "X-171": 1}  # the rank on which torch says it
+
+
+@pytest.mark.parametrize("row_id", [row.id for row in ROWS])
+@on_ranks(2)
+def test_ranks_are_told_in_torchs_words(rank: int, world_size: int, row_id: str) -> None:
+    row = next(row for row in ROWS if row.id == row_id)
+    if ONLY_ON.get(row_id, rank) == rank:
+        check(row)
+        return
+    for implementation in (TORCHS, OURS):
+        with contextlib.suppress(Exception):
+            row.provoke(implementation)

@@ -1,0 +1,173 @@
+"""torch's own FSDP1 and its checkpoints meet our units, and fsdp_c is not installed: it works, or says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+import fsdp_c
+from tests.models import WIDTH
+from tests.ranks import device, on_ranks
+
+FULL = StateDictOptions(full_state_dict=True)
+FSDP = fsdp_c.FullyShardedDataParallel
+
+
+class Trained:
+    """A model with a unit inside and its optimizer, before or after a step."""
+
+    def __init__(self, use_orig_params: bool, stepped: bool) -> None:
+        self.arguments = {"use_orig_params": use_orig_params, "device_id": device()}
+        inner = FSDP(nn.Linear(WIDTH, WIDTH), **self.arguments)
+        self.model = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner), **self.arguments)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        if stepped:
+            self.step(self.model)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def step(self, model: nn.Module) -> None:
+        model(torch.ones(2, WIDTH)).sum().backward()
+
+
+def summon(trained: Trained) -> None:
+    with TorchFSDP.summon_full_params(trained.model):
+        pass
+
+
+def no_sync(trained: Trained) -> None:
+    with TorchFSDP.no_sync(trained.model):
+        pass
+
+
+def around(trained: Trained) -> None:
+    outer = TorchFSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH), trained.model), **trained.arguments)
+    trained.step(outer)
+
+
+REFUSED: dict[str, Callable[[Trained], Any]] = {
+    "get_state_dict": lambda t: get_state_dict(t.model, t.optimizer),
+    "get_state_dict, full": lambda t: get_state_dict(t.model, t.optimizer, options=FULL),
+    "get_model_state_dict": lambda t: get_model_state_dict(t.model),
+    "get_optimizer_state_dict": lambda t: get_optimizer_state_dict(t.model, t.optimizer),
+    "set_model_state_dict": lambda t: set_model_state_dict(t.model, t.model.state_dict(), options=FULL),
+    "set_optimizer_state_dict": lambda t: set_optimizer_state_dict(
+        t.model, t.optimizer, FSDP.optim_state_dict(t.model, t.optimizer), options=FULL
+    ),
+    "set_state_dict": lambda t: set_state_dict(
+        t.model,
+        t.optimizer,
+        model_state_dict=t.model.state_dict(),
+        optim_state_dict=FSDP.optim_state_dict(t.model, t.optimizer),
+        options=FULL,
+    ),
+    "summon_full_params": summon,
+    "clip_grad_norm_": lambda t: TorchFSDP.clip_grad_norm_(t.model, 1.0),
+    "no_sync": no_sync,
+    "apply": lambda t: TorchFSDP.apply(t.model, lambda module: None),
+    "a unit of torch's around ours": around,
+}
+BEFORE_A_STEP = [
+    "get_state_dict",
+    "summon_full_params",
+    "clip_grad_norm_",
+    "no_sync",
+    "apply",
+    "a unit of torch's around ours",
+]
+
+
+def refused(what: str, use_orig_params: bool, stepped: bool) -> None:
+    trained = Trained(use_orig_params, stepped)
+    with pytest.raises(RuntimeError, match=r"unit (Sequential|Linear).*Call fsdp_c\.install\(\)"):
+        REFUSED[what](trained)
+    trained.step(trained.model)  # nothing is half done
+    trained.model.clip_grad_norm_(1.0)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_what_cannot_work_names_the_remedy(rank: int, world_size: int, use_orig_params: bool) -> None:
+    for what in REFUSED:
+        refused(what, use_orig_params, stepped=True)
+    for what in BEFORE_A_STEP:
+        refused(what, use_orig_params, stepped=False)
+
+
+@on_ranks(2)
+def test_settings_work(rank: int, world_size: int) -> None:
+    trained = Trained(use_orig_params=True, stepped=True)
+    model = trained.model
+    assert TorchFSDP.fsdp_modules(model) == FSDP.fsdp_modules(model)
+    with TorchFSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        assert FSDP.get_state_dict_type(model) == TorchFSDP.get_state_dict_type(model)
+        assert {type(value).__name__ for value in model.state_dict().values()} == {"ShardedTensor"}
+    assert {type(value) for value in model.state_dict().values()} == {torch.Tensor}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_torchs_optimizer_state_is_ours(rank: int, world_size: int, use_orig_params: bool) -> None:
+    trained = Trained(use_orig_params, stepped=True)
+    settings = FullOptimStateDictConfig(
+        rank0_only=False, offload_to_cpu=False
+    )  # with it torch mixes up states (parity 6)
+    with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
+        given, expected = (one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP))
+        assert_equal(given, expected)
+        given, expected = (
+            one.optim_state_dict_to_load(trained.model, trained.optimizer, expected) for one in (TorchFSDP, FSDP)
+        )
+        assert_equal(given, expected)
+
+
+def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert given["state"].keys() == expected["state"].keys()
+    assert given["param_groups"] == expected["param_groups"]
+    for key, state in expected["state"].items():
+        for name, value in state.items():
+            assert torch.equal(given["state"][key][name], value), (key, name)
+
+
+@on_ranks(2, label="installs")  # refused where other tests have units of torch's alive
+def test_all_of_it_works_once_installed(rank: int, world_size: int) -> None:
+    fsdp_c.install()
+    try:
+        for what, call in REFUSED.items():
+            if what == "a unit of torch's around ours":  # a root already
+                continue
+            trained = Trained(use_orig_params=True, stepped=True)
+            before = {name: value.clone() for name, value in trained.model.state_dict().items()}
+            found = call(trained)
+            after = trained.model.state_dict()
+            assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before), (
+                what
+            )
+            if what == "get_state_dict, full":
+                assert all(torch.equal(found[0][name], before[name]) for name in before)
+                assert found[1]["state"].keys() == before.keys()
+            trained.step(trained.model)
+            trained.optimizer.step()
+            after = trained.model.state_dict()
+            assert not any(torch.equal(after[name], before[name]) for name in before), what  # it trains on
+    finally:
+        fsdp_c.uninstall()
+
+
+def test_units_do_not_claim_what_torch_looks_for() -> None:
+    assert not hasattr(FSDP.__new__(FSDP), "_zero_scalar")

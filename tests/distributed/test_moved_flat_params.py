@@ -1,0 +1,201 @@
+"""Flat parameters that leave the device between steps and come back, and units that are used layer by layer.
+
+Libraries for reinforcement learning do both around a rollout. On the CPU nothing can leave: a copy stands for it, and
+tests/cuda has the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c._runtime_utils import _lazy_init
+from tests.models import WIDTH, Block, Net
+from tests.ranks import device, on_ranks
+
+STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
+all_strategies = pytest.mark.parametrize("strategy", STRATEGIES)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def build(use_orig_params: bool = True, strategy: str = "FULL_SHARD", **arguments: Any) -> Any:
+    torch.manual_seed(5)
+    return FSDP(
+        Net(tied=True),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=device(),
+        use_orig_params=use_orig_params,
+        sharding_strategy=ShardingStrategy[strategy],
+        **arguments,
+    )
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator(device()).manual_seed(10 * step + rank)
+    return model(torch.randn(3, WIDTH, generator=generator)).square().mean()
+
+
+def move(model: Any) -> None:
+    """With the checks that such a library makes."""
+    _lazy_init(model, model)
+    assert model._is_root
+    for handle in model._all_handles:
+        flat_param = handle.flat_param
+        before = flat_param.data_ptr()
+        assert before == flat_param._local_shard.data_ptr() and flat_param.data is not flat_param._local_shard
+        assert flat_param.size() == flat_param._local_shard.size()
+        handle.flat_param_to(device(), non_blocking=True, copy=True)
+        flat_param._local_shard = flat_param.data
+        assert flat_param.data_ptr() != before
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_model_that_moves_trains_as_one_that_stays(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, mixed: bool
+) -> None:
+    """C-079: before the first step, between steps, between a forward and its backward, and after an evaluation."""
+    seen = []
+    for moves in (False, True):
+        options = {"mixed_precision": MixedPrecision(torch.bfloat16)} if mixed else {}
+        model = build(use_orig_params, strategy, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        results = []
+        for step in range(4):
+            if moves:
+                move(model)
+            loss = loss_of(model, rank, step)
+            if moves and step % 2:
+                move(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                results += [loss.detach(), loss_of(model, rank, step)]
+        results += model.state_dict().values()
+        seen.append(results)
+    assert all(map(torch.equal, *seen)) and len(seen[0]) > 8
+
+
+@both_views
+@on_ranks(2)
+def test_what_is_written_into_a_moved_flat_parameter_is_what_is_gathered(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model = build(use_orig_params)
+    for handle in model._all_handles:
+        handle.flat_param_to(device(), copy=True)
+        handle.flat_param.data.fill_(0.5)
+    with FSDP.summon_full_params(model):
+        assert all(bool((param == 0.5).all()) for param in model.parameters())
+
+
+@on_ranks(2)
+def test_original_parameters_follow_and_keep_their_edits(rank: int, world_size: int) -> None:
+    model = build()
+    loss_of(model, rank, 0).backward()
+    model.zero_grad()
+    param = next(param for param in model.parameters() if param.numel())
+    param.data = torch.full_like(param, 2.0)  # not taken over yet
+    handle = next(handle for handle in model._all_handles if any(param is one for one in handle.flat_param._params))
+    handle.flat_param_to(device(), copy=True)
+    assert bool((param == 2.0).all())
+    assert param.untyped_storage().data_ptr() == handle.flat_param.untyped_storage().data_ptr()
+
+
+@on_ranks(2)
+def test_dtype_can_be_moved_to_as_well(rank: int, world_size: int) -> None:
+    model = build()
+    for handle in model._all_handles:
+        handle.flat_param_to(torch.float64)
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    assert model(torch.ones(2, WIDTH, dtype=torch.float64)).dtype == torch.float64
+
+
+@on_ranks(2)
+def test_moving_is_refused_while_parameters_are_in_use(rank: int, world_size: int) -> None:
+    model = build()
+    refused = r"rank \d.*cannot be moved in state SUMMON"
+    with FSDP.summon_full_params(model), pytest.raises(AssertionError, match=refused):
+        model._handle.flat_param_to(device(), copy=True)
+    model.module.register_forward_pre_hook(lambda *_: model._handle.flat_param_to(device(), copy=True))
+    with pytest.raises(AssertionError, match="cannot be moved in state FORWARD"):
+        loss_of(model, rank, 0)
+
+
+@both_views
+@on_ranks(2)
+def test_move_that_fails_leaves_everything_where_it_was(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = build(use_orig_params)
+    expected = loss_of(model, rank, 0).detach()
+    narrow, failures = Tensor.narrow, iter([True])
+
+    def narrow_later(*args: Any) -> Tensor:
+        if next(failures, False):
+            raise RuntimeError("not this time")
+        return narrow(*args)
+
+    before = model._flat_param.data_ptr()
+    with pytest.raises(RuntimeError):  # torch's own refusal
+        model._handle.flat_param_to("meta")
+    with mock.patch.object(Tensor, "narrow", narrow_later), pytest.raises(RuntimeError, match="not this time"):
+        model._handle.flat_param_to(torch.float64)
+    assert (model._flat_param.data_ptr(), model._flat_param.dtype) == (before, torch.float32)
+    assert torch.equal(loss_of(model, rank, 0).detach(), expected)
+
+
+# ----------------------------------------------------------------- layer by layer
+
+
+@pytest.mark.parametrize("after", [False, None])
+@on_ranks(2)
+def test_units_summoned_one_by_one_before_the_first_step_do_not_become_roots(
+    rank: int, world_size: int, after: bool | None
+) -> None:
+    """As LoRA weights are collected: each inner unit by itself, which is said not to be a root then."""
+    model, whole = build(), {}
+    for name, unit in model.module.named_modules():
+        if isinstance(unit, FSDP):
+            with FSDP.summon_full_params(unit, writeback=False):
+                whole |= {f"{name}.{key}": value.clone() for key, value in unit.module.state_dict().items()}
+                unit._is_root = after
+            assert unit._is_root is after
+    loss_of(model, rank, 0).backward()
+    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [True] + [False] * (len(model._all_fsdp_states) - 1)
+    assert whole and {key: value.shape for key, value in whole.items()} == {
+        key: value.shape for key, value in Net(tied=True).state_dict().items() if key in whole
+    }
+
+
+@on_ranks(2)
+def test_unit_that_ran_by_itself_can_join_a_tree_once_it_is_said_to_be_no_root(rank: int, world_size: int) -> None:
+    model = build()
+    inner = FSDP.fsdp_modules(model)[1]
+    inner(torch.ones(2, WIDTH))
+    assert inner._is_root
+    with pytest.raises(AssertionError, match="`_is_root` should not have been set yet"):
+        loss_of(model, rank, 0)
+    inner._is_root = False
+    assert inner._is_root is False and not inner.check_is_root()
+    loss_of(model, rank, 0).backward()
+    assert (model._is_root, inner._is_root) == (True, False)
+
+
+@on_ranks(2)
+def test_root_that_is_set_to_none_is_decided_anew(rank: int, world_size: int) -> None:
+    model = build()
+    expected = loss_of(model, rank, 0).detach()
+    model._is_root = None
+    assert [unit._is_root for unit in FSDP.fsdp_modules(model)] == [None] * len(FSDP.fsdp_modules(model))
+    assert torch.equal(loss_of(model, rank, 0).detach(), expected) and model._is_root
+    model._is_root = False  # said of a root, it is remembered and nothing else
+    assert model._is_root is False and torch.equal(loss_of(model, rank, 0).detach(), expected)

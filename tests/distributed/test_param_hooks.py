@@ -1,0 +1,376 @@
+"""Hooks on flat parameters and on the weights of a forward: what they are given, and what becomes of what they do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+
+from tests.models import WIDTH
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import device, on_ranks
+
+Trace = list[tuple[str, Any]]
+
+PRECISIONS = {
+    "fp32": None,
+    "bf16": MixedPrecision(param_dtype=torch.bfloat16),
+    "bf16_reduce_fp32": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "reduce_bf16": MixedPrecision(reduce_dtype=torch.bfloat16),
+    "keep_low": MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True),
+}
+
+
+def build(fsdp: Any, checkpointing: CheckpointImpl | None = None, precision: str = "fp32", **options: Any) -> Any:
+    """Two units whose sizes leave padding at the end of the last shard."""
+    strategy = ShardingStrategy[options.pop("strategy", "FULL_SHARD")]
+    arguments = {"use_orig_params": False, "mixed_precision": PRECISIONS[precision], "device_id": device()} | options
+    wrap = functools.partial(fsdp, sharding_strategy=strategy, **arguments)
+    torch.manual_seed(5)
+    inner = wrap(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH)))
+    if checkpointing:
+        inner = checkpoint_wrapper(inner, checkpoint_impl=checkpointing)
+    return wrap(nn.Sequential(inner, nn.Linear(WIDTH, 3)))
+
+
+def loss_of(model: Any, rank: int, index: int = 0) -> Tensor:
+    x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(10 * index + rank))
+    return model(x).float().square().sum()
+
+
+def frozen(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+def record_hooks(model: Any, trace: Trace) -> list[Any]:
+    """Both kinds of hook on all parameters; they note what they see: gradient, ``.grad`` and the parameter itself."""
+
+    def on_gradient(name: str, param: nn.Parameter, grad: Tensor) -> None:
+        trace.append((f"{name} gradient", frozen(grad)))
+        trace.append((f"{name} .grad before", frozen(param.grad)))
+        trace.append((f"{name} parameter", frozen(param)))
+
+    def on_accumulated(name: str, param: nn.Parameter) -> None:
+        trace.append((f"{name} .grad after", frozen(param.grad)))
+        trace.append((f"{name} parameter after", frozen(param)))
+
+    handles = []
+    for name, param in model.named_parameters():
+        handles.append(param.register_hook(functools.partial(on_gradient, name, param)))
+        handles.append(param.register_post_accumulate_grad_hook(functools.partial(on_accumulated, name)))
+    return handles
+
+
+def record_grads(model: Any, trace: Trace, moment: str) -> None:
+    trace += [(f"{moment}: {name}", frozen(param.grad)) for name, param in model.named_parameters()]
+
+
+Body = Callable[[Any, int, Trace], None]
+
+
+def assert_same_trace(body: Body, rank: int) -> Trace:
+    """``body`` sees the same with torch's FSDP1 and with fsdp_c, bit for bit; what fsdp_c has shown is returned.
+
+    With reduced precision and several forwards torch takes the units' hooks in turns: the order within a unit counts.
+    """
+    expected: Trace = []
+    actual: Trace = []
+    body(implementation("torch"), rank, expected)
+    body(implementation("fsdp_c"), rank, actual)
+    for trace in (expected, actual):
+        trace.sort(key=lambda entry: entry[0])
+    assert [label for label, _ in actual] == [label for label, _ in expected]
+    for (label, mine), (_, theirs) in zip(actual, expected, strict=True):
+        assert same_bits(mine, theirs), f"{label}: {mine} is not {theirs}"
+    return actual
+
+
+# ------------------------------------------------------------ what hooks see
+
+
+def watched_steps(
+    fsdp: Any, rank: int, trace: Trace, forwards: int = 1, unsynchronised: int = 0, **options: Any
+) -> None:
+    model = build(fsdp, **options)
+    record_hooks(model, trace)
+    for step in range(unsynchronised + 2):
+        with model.no_sync() if step < unsynchronised else contextlib.nullcontext():
+            torch.stack([loss_of(model, rank, 10 * step + index) for index in range(forwards)]).sum().backward()
+        record_grads(model, trace, f"step {step}")
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_reduce_fp32", "reduce_bf16"])
+@on_ranks(2)
+def test_hooks_see_the_unsharded_gradient_before_it_is_reduced(
+    rank: int, world_size: int, strategy: str, precision: str
+) -> None:
+    body = functools.partial(watched_steps, strategy=strategy, precision=precision)
+    assert any("gradient" in label for label, _ in assert_same_trace(body, rank))
+
+
+@on_ranks(2)
+def test_hooks_see_gradients_that_are_kept_in_low_precision(rank: int, world_size: int) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp, precision="keep_low")
+        record_hooks(model, trace)
+        loss_of(model, rank).backward()
+        record_grads(model, trace, "after")
+
+    assert_same_trace(body, rank)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_hooks_under_no_sync_see_what_earlier_backwards_left(
+    rank: int, world_size: int, strategy: str, precision: str
+) -> None:
+    assert_same_trace(functools.partial(watched_steps, strategy=strategy, precision=precision, unsynchronised=2), rank)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("unsynchronised", [0, 1])
+@on_ranks(2)
+def test_hooks_of_a_backward_over_several_forwards_are_called_as_often_as_torchs(
+    rank: int, world_size: int, strategy: str, precision: str, unsynchronised: int
+) -> None:
+    options = {"strategy": strategy, "precision": precision, "unsynchronised": unsynchronised}
+    trace = assert_same_trace(functools.partial(watched_steps, forwards=2, **options), rank)
+    calls = sum(label.endswith(" gradient") for label, _ in trace)
+    assert calls == 2 * (2 + unsynchronised) * (2 if precision == "bf16" else 1)
+
+
+@pytest.mark.parametrize("checkpointing", list(CheckpointImpl), ids=lambda one: one.name)
+@on_ranks(2)
+def test_hooks_are_called_once_with_activation_checkpointing(
+    rank: int, world_size: int, checkpointing: CheckpointImpl
+) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp, checkpointing)
+        record_hooks(model, trace)
+        x = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank), requires_grad=True)
+        model(x).square().sum().backward()
+        record_grads(model, trace, "after")
+
+    assert sum(label.endswith(" gradient") for label, _ in assert_same_trace(body, rank)) == 2
+
+
+@on_ranks(2)
+def test_hooks_on_original_parameters_are_not_called_and_on_their_flat_parameter_are(
+    rank: int, world_size: int
+) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp, use_orig_params=True)
+        record_hooks(model, trace)
+        flat_param = model._handle.flat_param
+        flat_param.register_hook(lambda grad: trace.append(("flat", frozen(grad))))
+        loss_of(model, rank).backward()
+        record_grads(model, trace, "after")
+
+    labels = [label for label, _ in assert_same_trace(body, rank)]
+    assert labels.count("flat") == 1
+    assert not [label for label in labels if label.endswith("gradient")]
+
+
+@on_ranks(2)
+def test_hooks_may_be_registered_between_forward_and_backward_and_removed(rank: int, world_size: int) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp)
+        loss_of(model, rank).backward()
+        loss = loss_of(model, rank)
+        handles = record_hooks(model, trace)
+        loss.backward()
+        for handle in handles:
+            handle.remove()
+        loss_of(model, rank).backward()
+        record_grads(model, trace, "after")
+
+    assert sum(label.endswith(" gradient") for label, _ in assert_same_trace(body, rank)) == 2
+
+
+# -------------------------------------------------------------- what they do
+
+
+def double(grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def zero(grad: Tensor) -> None:
+    grad.zero_()
+
+
+def double_accumulated(param: Tensor) -> None:
+    param.grad.mul_(2)
+
+
+def replace_accumulated(param: Tensor) -> None:
+    param.grad = torch.full_like(param.grad, 3.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("hook", [double, zero, double_accumulated, replace_accumulated])
+@pytest.mark.parametrize("unsynchronised", [False, True])
+@on_ranks(2)
+def test_what_a_hook_makes_of_the_gradient_is_reduced(
+    rank: int, world_size: int, strategy: str, hook: Callable[[Tensor], Tensor | None], unsynchronised: bool
+) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp, strategy=strategy)
+        for param in model.parameters():
+            accumulated = hook in (double_accumulated, replace_accumulated)
+            (param.register_post_accumulate_grad_hook if accumulated else param.register_hook)(hook)
+        for step in range(3):
+            with model.no_sync() if unsynchronised and step < 2 else contextlib.nullcontext():
+                loss_of(model, rank, step).backward()
+            record_grads(model, trace, f"step {step}")
+
+    assert_same_trace(body, rank)
+
+
+@on_ranks(2)
+def test_each_hook_is_given_what_the_one_before_returned(rank: int, world_size: int) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp)
+        for name, param in model.named_parameters():
+            param.register_hook(double)
+            param.register_hook(lambda grad, name=name: trace.append((name, frozen(grad))))
+        loss_of(model, rank).backward()
+
+    assert_same_trace(body, rank)
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_hook_keeps_is_not_changed_later(rank: int, world_size: int) -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+    model = build(implementation("fsdp_c"))
+    for param in model.parameters():
+        param.register_hook(lambda grad: kept.append((grad, grad.clone())))
+    for _ in range(2):
+        loss_of(model, rank).backward()
+    assert len(kept) == 4
+    assert all(torch.equal(grad, then) for grad, then in kept)
+
+
+@on_ranks(2)
+def test_hooks_run_within_the_backward_of_their_model(rank: int, world_size: int) -> None:
+    """What they queue for its end finds reduced gradients, and a hook on any of several tensors runs once."""
+
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp)
+        first: list[None] = []
+
+        def at_the_end(param: Tensor) -> None:
+            Variable._execution_engine.queue_callback(lambda: trace.append(("at the end", frozen(param.grad))))
+
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(at_the_end)
+        register_multi_grad_hook(list(model.parameters()), lambda grad: first.append(None), mode="any")
+        loss_of(model, rank).backward()
+        trace.append(("first", len(first)))
+
+    assert_same_trace(body, rank)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_hooks_on_the_weight_that_a_forward_uses_are_called_in_every_step(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp, use_orig_params=use_orig_params)
+
+        def hook_weight(module: nn.Module, args: Any, output: Tensor) -> None:
+            def hook(grad: Tensor) -> Tensor:
+                trace.append(("weight", frozen(grad)))
+                return grad * 2
+
+            module.weight.register_hook(hook)
+
+        model.module[1].register_forward_hook(hook_weight)
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            record_grads(model, trace, f"step {step}")
+
+    assert sum(label == "weight" for label, _ in assert_same_trace(body, rank)) == 3
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def raises(grad: Tensor) -> None:
+    raise ValueError("mine")
+
+
+BAD_GRADIENTS: dict[str, tuple[Callable[[Tensor], Any], type[Exception], str]] = {
+    "size": (lambda grad: grad[:3], RuntimeError, "has changed the size of value"),
+    "dtype": (lambda grad: grad.double(), RuntimeError, "has changed the type of value"),
+    "no tensor": (lambda grad: 3, TypeError, "hook returned <class 'int'>"),
+    "exception": (raises, ValueError, "mine"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_GRADIENTS)
+@on_ranks(2)
+def test_a_hook_that_fails_leaves_the_model_as_it_was(rank: int, world_size: int, bad: str) -> None:
+    hook, error, text = BAD_GRADIENTS[bad]
+    model, twin = build(implementation("fsdp_c")), build(implementation("fsdp_c"))
+    for one in (model, twin):
+        with one.no_sync():
+            loss_of(one, rank).backward()
+    handles = [param.register_hook(hook) for param in model.parameters()]
+    with pytest.raises(error, match=text):
+        loss_of(model, rank, 1).backward()
+    for handle in handles:
+        handle.remove()
+    for one in (model, twin):
+        loss_of(one, rank, 2).backward()
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.shape == theirs.shape
+        assert torch.equal(mine, theirs)
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def forget_grad(param: Tensor) -> None:
+    param.grad = None
+
+
+@on_ranks(2)
+def test_a_gradient_that_a_hook_takes_away_before_the_reduction_is_refused(rank: int, world_size: int) -> None:
+    model = build(implementation("fsdp_c"))
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(forget_grad)
+    with pytest.raises(AssertionError, match=rf"rank {rank}, unit .* has set .grad to None"):
+        loss_of(model, rank).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_a_gradient_that_a_hook_takes_away_under_no_sync_is_gone(rank: int, world_size: int, strategy: str) -> None:
+    def body(fsdp: Any, rank: int, trace: Trace) -> None:
+        model = build(fsdp, strategy=strategy)
+        handles = [param.register_post_accumulate_grad_hook(forget_grad) for param in model.parameters()]
+        with model.no_sync():
+            loss_of(model, rank).backward()
+        record_grads(model, trace, "taken away")
+        for handle in handles:
+            handle.remove()
+        loss_of(model, rank, 1).backward()
+        record_grads(model, trace, "after")
+
+    assert_same_trace(body, rank)

@@ -1,0 +1,164 @@
+"""How a process ends: with its own result, soon, whether or not the script has destroyed its process groups.
+
+Everything here is about whole processes, so each test starts some; see [Note: the end of a process] in
+csrc/collective/collective.h.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 240
+
+SCRIPT = """
+import atexit, datetime, os, signal, sys, weakref
+import torch
+import torch.distributed as dist
+from torch import nn
+
+rank, file, what = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
+cpu = torch.device("cpu")
+
+
+def is_of_gloo(thread):
+    with open(f"/proc/self/task/{thread}/comm") as name:
+        return "gloo" in name.read()
+
+
+def gloo_threads():
+    return [int(thread) for thread in os.listdir("/proc/self/task") if is_of_gloo(thread)]
+
+
+def report():  # registered before fsdp_c is imported, so called after what fsdp_c does at the end
+    print("group is gone:", group() is None, flush=True)
+    print("threads of gloo:", len(gloo_threads()), flush=True)
+    try:
+        model(torch.ones(2, 8))
+        print("forward works")
+    except RuntimeError as error:
+        print(f"forward raises: {error}")
+
+
+def step():
+    model(torch.ones(2, 8)).square().mean().backward()
+
+
+atexit.register(report)
+torch.set_num_threads(1)
+os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[-rank]})
+limit = datetime.timedelta(seconds=3 if "fail" in what else 200)
+from fsdp_c import FullyShardedDataParallel as FSDP  # imported later torch.distributed.fsdp would keep the group itself
+
+dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2, timeout=limit)
+
+group = weakref.ref(dist.distributed_c10d._get_default_group())
+model = FSDP(nn.Sequential(FSDP(nn.Linear(8, 8), device_id=cpu), nn.Linear(8, 4)), device_id=cpu)
+step()
+if "fail" in what and rank == 1:
+    import time
+
+    time.sleep(10)
+    os._exit(0)
+if "slow" in what:  # it still holds the last tensors when the script is over
+    for thread in gloo_threads():
+        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+try:
+    step()
+finally:
+    if "keep" not in what:
+        dist.destroy_process_group()
+if "fork" in what:
+    child = os.fork()
+    if child == 0:
+        atexit.unregister(report)
+        sys.exit(0)
+    signal.alarm(60)
+    print("child:", os.waitpid(child, 0)[1])
+"""
+
+
+class End(NamedTuple):
+    returncode: int
+    output: str
+    errors: str
+
+
+def run(folder: Path, *what: str) -> list[End]:
+    """Run SCRIPT on two ranks to the end."""
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(folder / "store"), *what],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # a child of it must not outlive the test
+        )
+        for rank in range(2)
+    ]
+    try:
+        texts = [rank.communicate(timeout=LIMIT_S) for rank in ranks]
+    finally:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+    return [End(rank.returncode, *text) for rank, text in zip(ranks, texts, strict=True)]
+
+
+def assert_ended_well(ends: list[End]) -> None:
+    for rank, end in enumerate(ends):
+        assert end.returncode == 0, f"rank {rank}: {end}"
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_destroyed_groups_are_gone_with_their_threads_before_the_interpreter_ends(tmp_path: Path) -> None:
+    ends = run(tmp_path)
+    assert_ended_well(ends)
+    for end in ends:
+        assert "group is gone: True" in end.output
+        assert "threads of gloo: 0" in end.output
+        assert "forward raises: " in end.output
+        assert "the process is ending and its process groups were destroyed" in end.output
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_groups_that_are_not_destroyed_serve_to_the_end(tmp_path: Path) -> None:
+    ends = run(tmp_path, "keep")
+    assert_ended_well(ends)
+    for end in ends:
+        assert "forward works" in end.output
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_threads_that_still_hold_tensors_when_the_script_is_over_do_not_abort_the_process(tmp_path: Path) -> None:
+    for attempt in range(2):
+        assert_ended_well(run(tmp_path / str(attempt), "slow"))
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_rank_whose_collective_failed_ends_with_its_own_error(tmp_path: Path) -> None:
+    first, _ = run(tmp_path, "fail")
+    assert first.returncode == 1, first
+    assert "RuntimeError" in first.errors
+    assert "group is gone: False" in first.output  # its destructor could wait
+
+
+@pytest.mark.timeout(LIMIT_S + 30)
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(tmp_path: Path) -> None:
+    ends = run(tmp_path, "fork")
+    assert_ended_well(ends)
+    for end in ends:
+        assert "child: 0" in end.output

@@ -1,0 +1,343 @@
+"""Every kind of state dict is got and loaded in every place of a script: with torch's values, or refused by an error.
+
+Where torch's own are wrong (LOCAL with original parameters, offloading on a CPU device, ranks that are shown nothing),
+what it gives outside of the place is expected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from tests.models import WIDTH, Block, Net
+from tests.parity.engine import implementation, same_bits
+from tests.ranks import device, on_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+FULL, SHARDED, LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+KINDS = {"full": FULL, "sharded": SHARDED, "local": LOCAL}
+WHOLE = FullOptimStateDictConfig(rank0_only=False, offload_to_cpu=False)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False])
+Work = Callable[[], Any]
+
+
+def built(which: str, use_orig_params: bool, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    policy = ModuleWrapPolicy({Block})
+    cls = implementation(which)
+    return cls(Net(2), use_orig_params=use_orig_params, auto_wrap_policy=policy, device_id=device())
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+
+
+# ----------------------------------------------------------------- places
+
+
+def in_no_sync(model: Any, rank: int, work: Work) -> Any:
+    with model.no_sync():
+        model(batch(rank)).sum().backward()
+        return work()
+
+
+def between_forward_and_backward(model: Any, rank: int, work: Work) -> Any:
+    output = model(batch(rank))
+    result = work()
+    with contextlib.suppress(RuntimeError):  # the parameters were loaded in between
+        output.sum().backward()
+    return result
+
+
+def after_backward(model: Any, rank: int, work: Work) -> Any:
+    model(batch(rank)).sum().backward()
+    return work()
+
+
+def after_evaluation(model: Any, rank: int, work: Work) -> Any:
+    with torch.no_grad():
+        model(batch(rank))
+    return work()
+
+
+def under_no_grad(model: Any, rank: int, work: Work) -> Any:
+    with torch.no_grad():
+        return work()
+
+
+def under_inference_mode(model: Any, rank: int, work: Work) -> Any:
+    with torch.inference_mode():
+        return work()
+
+
+def _in_hook(model: Any, rank: int, work: Work, register: Callable[[Callable[..., None]], Any]) -> Any:
+    results: list[Any] = []
+    handle = register(lambda *_: results.append(work()))
+    model(batch(rank))
+    handle.remove()
+    return results[0]
+
+
+def in_pre_hook_of_root(model: Any, rank: int, work: Work) -> Any:
+    return _in_hook(model, rank, work, model.register_forward_pre_hook)
+
+
+def in_hook_of_root(model: Any, rank: int, work: Work) -> Any:
+    return _in_hook(model, rank, work, model.register_forward_hook)
+
+
+def in_hook_of_inner_unit(model: Any, rank: int, work: Work) -> Any:
+    return _in_hook(model, rank, work, model.module.blocks[0].register_forward_hook)
+
+
+def in_hook_of_module(model: Any, rank: int, work: Work) -> Any:
+    return _in_hook(model, rank, work, model.module.head.register_forward_hook)
+
+
+def in_backward(model: Any, rank: int, work: Work) -> Any:
+    results: list[Any] = []
+    output = model(batch(rank))
+    output.register_hook(lambda _: results.append(work()))
+    output.sum().backward()
+    return results[0]
+
+
+IDLE = (
+    in_no_sync,
+    between_forward_and_backward,
+    after_backward,
+    after_evaluation,
+    under_no_grad,
+    under_inference_mode,
+    in_pre_hook_of_root,
+    in_hook_of_root,
+)
+BUSY = (in_hook_of_inner_unit, in_hook_of_module, in_backward)
+
+
+def summons(use_orig_params: bool) -> list[dict[str, bool]]:
+    """All legal arguments of ``summon_full_params``."""
+    names = ("recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads")
+    every = [dict(zip(names, values, strict=True)) for values in itertools.product((True, False), repeat=5)]
+    return [
+        each
+        for each in every
+        if not (each["writeback"] and each["rank0_only"])
+        and not (each["with_grads"] and (each["offload_to_cpu"] or not use_orig_params))
+    ]
+
+
+# ----------------------------------------------------------------- what is done there
+
+
+def got(model: Any, kind: StateDictType) -> dict[str, Any]:
+    with type(model).state_dict_type(model, kind):
+        return model.state_dict()
+
+
+def loaded(model: Any, kind: StateDictType, state: dict[str, Any]) -> Any:
+    with type(model).state_dict_type(model, kind):
+        return model.load_state_dict(dict(state))
+
+
+def attempt(work: Work) -> Any:
+    """The result, or the exception."""
+    try:
+        return work()
+    except (AssertionError, KeyError, RuntimeError, ValueError) as error:
+        return error
+
+
+def plain_value(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        return value.metadata().size, [(shard.metadata.shard_offsets, shard.tensor.clone()) for shard in shards]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def plain_values(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    return {
+        name: plain_values(value) if isinstance(value, dict) else plain_value(value) for name, value in state.items()
+    }
+
+
+def are_same(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(are_same(one[k], other[k]) for k in one)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(are_same, one, other))
+    return same_bits(one, other) if isinstance(one, Tensor) else one == other
+
+
+def values_elsewhere(kind: StateDictType, use_orig_params: bool) -> dict[str, Any]:
+    """What torch gives outside of all places."""
+    return plain_values(got(built("torch", use_orig_params), kind))
+
+
+@both_views
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, timeout_s=180)
+def test_state_is_got_and_loaded_wherever_units_are_idle(rank, world_size, kind, use_orig_params):
+    source = built("fsdp_c", use_orig_params, seed=1)
+    state, whole = got(source, KINDS[kind]), plain_values(got(source, FULL))
+    for place in IDLE:
+        name = place.__name__
+        results = []
+        for which in ("torch", "fsdp_c"):
+            model = built(which, use_orig_params)
+            results.append(place(model, rank, lambda model=model: plain_values(got(model, KINDS[kind]))))
+        if not (kind == "local" and place is between_forward_and_backward):  # where torch's parameters are whole
+            assert are_same(*results), name
+        assert are_same(values_elsewhere(KINDS[kind], use_orig_params), results[1]), name
+        model = built("fsdp_c", use_orig_params)
+        keys = place(model, rank, lambda model=model: loaded(model, KINDS[kind], state))
+        assert keys.missing_keys == keys.unexpected_keys == [], name
+        assert are_same(whole, plain_values(got(model, FULL))), name
+        model(batch(rank)).sum().backward()  # it trains on
+
+
+@both_views
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2, timeout_s=180)
+def test_state_is_refused_inside_forward_and_backward(rank, world_size, kind, use_orig_params):
+    source = built("fsdp_c", use_orig_params, seed=1)
+    state = got(source, KINDS[kind])
+    for place in BUSY:
+        model = built("torch", use_orig_params)
+        assert isinstance(place(model, rank, lambda m=model: attempt(lambda: got(m, KINDS[kind]))), Exception)
+        model = built("fsdp_c", use_orig_params)
+        before = plain_values(got(model, FULL))
+        for work in (lambda m=model: got(m, KINDS[kind]), lambda m=model: loaded(m, KINDS[kind], state)):
+            error = place(model, rank, lambda work=work: attempt(work))
+            assert isinstance(error, AssertionError), place.__name__
+            assert "Expects the handle training to be IDLE" in str(error), place.__name__
+        assert are_same(before, plain_values(got(model, FULL))), place.__name__
+
+
+@both_views
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(2, timeout_s=180)
+def test_state_is_got_inside_every_summon(rank, world_size, kind, use_orig_params):
+    expected = values_elsewhere(KINDS[kind], use_orig_params)
+    for arguments in summons(use_orig_params):
+        hidden = arguments["rank0_only"] and rank != 0
+        for which in ("torch", "fsdp_c"):
+            if which == "torch" and arguments["offload_to_cpu"]:
+                continue  # it frees what it shows
+            model = built(which, use_orig_params)
+            with type(model).summon_full_params(model, **arguments):
+                found = attempt(lambda model=model: got(model, KINDS[kind]))
+            if hidden and which == "torch":
+                continue  # it gives what is left of a shard
+            if hidden:
+                assert isinstance(found, AssertionError) and "only rank 0 can save" in str(found), arguments
+            else:
+                assert are_same(expected, plain_values(found)), (which, arguments)
+
+
+@both_views
+@on_ranks(2)
+def test_rank_0_alone_gets_full_state_inside_summon_where_it_alone_is_shown_it(rank, world_size, use_orig_params):
+    expected = values_elsewhere(FULL, use_orig_params)
+    model = built("fsdp_c", use_orig_params)
+    with (
+        type(model).summon_full_params(model, writeback=False, rank0_only=True),
+        type(model).state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)),
+    ):
+        found = plain_values(model.state_dict())
+    assert are_same(expected if rank == 0 else {}, found)
+
+
+@both_views
+@on_ranks(2)
+def test_sharded_state_inside_summon_has_the_edits(rank, world_size, use_orig_params):
+    whole = []
+    for which in ("torch", "fsdp_c"):
+        model = built(which, use_orig_params)
+        with type(model).summon_full_params(model):
+            with torch.no_grad():
+                model.module.head.weight.add_(1)
+                model.module.blocks[1].up.bias.fill_(3)
+            whole.append(plain_values(got(model, SHARDED)))
+        assert are_same(whole[-1], plain_values(got(model, SHARDED)))
+    assert are_same(*whole)
+
+
+@both_views
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(2, timeout_s=180)
+def test_state_is_loaded_inside_every_summon_into_what_is_shown(rank, world_size, kind, use_orig_params):
+    source = built("fsdp_c", use_orig_params, seed=1)
+    state, whole = got(source, KINDS[kind]), plain_values(got(source, FULL))
+    before = values_elsewhere(FULL, use_orig_params)
+    for arguments in summons(use_orig_params):
+        if arguments["rank0_only"] and not arguments["recurse"]:
+            continue  # what of the model is loaded differs between ranks
+        model = built("fsdp_c", use_orig_params)
+        with type(model).summon_full_params(model, **arguments):
+            found = attempt(lambda model=model: loaded(model, KINDS[kind], state))
+            if arguments["rank0_only"] and rank != 0:
+                assert isinstance(found, RuntimeError), arguments
+            else:
+                assert found.missing_keys == found.unexpected_keys == [], arguments
+                assert same_bits(whole["inp.weight"], model.module.inp.weight.detach()), arguments
+        if arguments["recurse"]:
+            expected = whole if arguments["writeback"] else before
+            assert are_same(expected, plain_values(got(model, FULL))), arguments
+
+
+@both_views
+@on_ranks(2)
+def test_local_state_is_refused_inside_summon_and_nothing_is_changed(rank, world_size, use_orig_params):
+    """The shard is that of before there; torch says that shards exceed the tensor."""
+    source = built("fsdp_c", use_orig_params, seed=1)
+    state = got(source, LOCAL)
+    before = values_elsewhere(FULL, use_orig_params)
+    for arguments in summons(use_orig_params):
+        model = built("fsdp_c", use_orig_params)
+        with type(model).summon_full_params(model, **arguments):
+            for work in (lambda m=model: got(m, LOCAL), lambda m=model: loaded(m, LOCAL, state)):
+                error = attempt(work)
+                assert isinstance(error, AssertionError) and "leave summon_full_params first" in str(error), arguments
+        assert are_same(before, plain_values(got(model, FULL))), arguments
+
+
+@both_views
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(2, timeout_s=180)
+def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, world_size, kind, use_orig_params):
+    """Also where the modules' parameters are not those that the optimizer holds, which both refuse."""
+
+    def work(model: Any, optimizer: Any) -> Any:
+        fsdp = type(model)
+        with fsdp.state_dict_type(model, KINDS[kind], None, WHOLE if kind == "full" else None):
+            state = attempt(lambda: fsdp.optim_state_dict(model, optimizer))
+            if isinstance(state, Exception):
+                return type(state)
+            return plain_values(state["state"]), fsdp.optim_state_dict_to_load(model, optimizer, state)["state"]
+
+    def in_summon(model: Any, rank: int, work: Work) -> Any:
+        with type(model).summon_full_params(model):
+            return work()
+
+    for place in (*IDLE, *BUSY, in_summon):
+        results = []
+        for which in ("torch", "fsdp_c"):
+            model = built(which, use_orig_params)
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            model(batch(rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(place(model, rank, lambda m=model, o=optimizer: work(m, o)))
+        assert are_same(*results), (place.__name__, [type(each) for each in results])

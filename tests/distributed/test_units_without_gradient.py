@@ -1,0 +1,217 @@
+"""A unit that trains and that no gradient can reach is named, once; what is done on purpose is not (parity 28)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.models import WIDTH, Block, Net
+from tests.ranks import device, on_ranks
+
+
+def per_block(net: nn.Module, **arguments: Any) -> FSDP:
+    policy = ModuleWrapPolicy({Block, Stage})
+    return FSDP(net, **({"device_id": device(), "use_orig_params": True, "auto_wrap_policy": policy} | arguments))
+
+
+class Stage(nn.Module):
+    """A checkpoint with nothing around it, unlike that of a Block."""
+
+    def __init__(self, impl: CheckpointImpl) -> None:
+        super().__init__()
+        self.inner = checkpoint_wrapper(nn.Linear(WIDTH, WIDTH), checkpoint_impl=impl)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Embedding(nn.Linear):
+    pass
+
+
+class Stages(nn.Module):
+    """Embeddings, two checkpointed stages and a head."""
+
+    def __init__(self, impl: CheckpointImpl = CheckpointImpl.REENTRANT) -> None:
+        super().__init__()
+        self.embedding = Embedding(WIDTH, WIDTH)
+        self.stages = nn.Sequential(Stage(impl), Stage(impl))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.embedding.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.stages(self.embedding(x)))
+
+
+def warned(step: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step()
+    return [str(one.message) for one in caught if "no gradient has come to" in str(one.message)]
+
+
+def train(model: nn.Module, x: Tensor | None = None) -> None:
+    model(torch.ones(2, WIDTH) if x is None else x).sum().backward()
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_units_behind_frozen_embeddings_are_named_with_the_remedy(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    kinds = {Stage} if use_orig_params else {Stage, Embedding}  # a flat parameter is frozen as a whole
+    model = per_block(Stages(), use_orig_params=use_orig_params, auto_wrap_policy=ModuleWrapPolicy(kinds))
+    (message,) = warned(lambda: train(model))
+    assert f"rank {rank}: " in message
+    assert "Stage at 'stages.0', Stage at 'stages.1'." in message
+    assert "use_reentrant=False" in message and "enable_input_require_grads()" in message
+
+
+@on_ranks(2)
+def test_it_is_said_once(rank: int, world_size: int) -> None:
+    model = per_block(Stages())
+    assert [len(warned(lambda: train(model))) for _ in range(3)] == [1, 0, 0]
+
+
+@on_ranks(2)
+def test_a_warning_that_is_an_error_leaves_the_gradients_in_order(rank: int, world_size: int) -> None:
+    model = per_block(Stages())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
+        with pytest.raises(UserWarning, match="no gradient has come to"):
+            train(model)
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    train(model)
+    after = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(before) == len(after) and all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("remedy", ["non-reentrant", "input"])
+@on_ranks(2)
+def test_nothing_is_said_with_the_remedy(rank: int, world_size: int, remedy: str) -> None:
+    net = Stages(CheckpointImpl.NO_REENTRANT if remedy == "non-reentrant" else CheckpointImpl.REENTRANT)
+    if remedy == "input":
+        net.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    model = per_block(net)
+    assert not warned(lambda: train(model))
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+# ---- what is done on purpose
+
+
+def under_no_grad() -> None:
+    """The first block extracts features."""
+    net = Net()
+    model = per_block(net)
+    first = net.blocks[0].forward
+
+    def without_gradients(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return first(x)
+
+    net.blocks[0].forward = without_gradients
+    train(model)
+
+
+def unused() -> None:
+    net = Net()
+    model = per_block(net)
+    net.skip = frozenset({1})
+    train(model)
+
+
+def frozen() -> None:
+    net = Net()
+    net.blocks[0].requires_grad_(False)
+    net.inp.requires_grad_(False)
+    train(per_block(net))
+
+
+def evaluated() -> None:
+    model = per_block(Stages())
+    model.eval()
+    train(model)
+
+
+def part_of_the_outputs() -> None:
+    """Of two losses of one forward each has its own backward, as in a GAN."""
+    net = Pair()
+    model = FSDP(net, device_id=device(), use_orig_params=True)
+    first, second = model(torch.ones(2, WIDTH))
+    first.sum().backward(retain_graph=True)
+    second.sum().backward()
+
+
+def detached() -> None:
+    """A unit whose output this loss does not use."""
+    net = Pair()
+    model = FSDP(net, device_id=device(), use_orig_params=True)
+    first, second = model(torch.ones(2, WIDTH))
+    (first.sum() + second.detach().sum()).backward()
+
+
+def sampled_before_training() -> None:
+    """A forward with integers for outputs, gradients enabled, before the forward that is trained."""
+    net = Pair()
+    model = FSDP(net, device_id=device(), use_orig_params=True)
+    net.second.module.register_forward_hook(lambda module, args, output: output.argmax(-1) if net.samples else output)
+    net.samples = True
+    model(torch.ones(2, WIDTH))
+    net.samples = False
+    sum(model(torch.ones(2, WIDTH))).sum().backward()
+
+
+def handed_out_in_another_way() -> None:
+    net = Pair()
+    model = FSDP(net, device_id=device(), use_orig_params=True)
+    kept: list[Tensor] = []
+    net.second.module.register_forward_hook(lambda module, args, output: kept.append(output) or len(kept))
+    first, _ = model(torch.ones(2, WIDTH))
+    (first.sum() + kept[0].sum()).backward()
+
+
+class Pair(nn.Module):
+    """Two units side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            FSDP(nn.Linear(WIDTH, WIDTH), device_id=device(), use_orig_params=True) for _ in "12"
+        )
+        self.samples = False
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        return self.first(x), self.second(x)
+
+
+ON_PURPOSE = {
+    step.__name__: step
+    for step in (
+        under_no_grad,
+        unused,
+        frozen,
+        evaluated,
+        part_of_the_outputs,
+        detached,
+        sampled_before_training,
+        handed_out_in_another_way,
+    )
+}
+
+
+@pytest.mark.parametrize("what", ON_PURPOSE)
+@on_ranks(2)
+def test_nothing_is_said_of_what_is_done_on_purpose(rank: int, world_size: int, what: str) -> None:
+    assert not warned(ON_PURPOSE[what])

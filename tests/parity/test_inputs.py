@@ -1,0 +1,46 @@
+"""What of a caller's containers a wrapped module can change: as with the installed torch's FSDP1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+
+import fsdp_c
+from tests.ranks import device, on_ranks
+
+PRECISIONS = {"fp32": None, "bf16": fsdp_c.MixedPrecision(torch.bfloat16)}
+
+
+class Greedy(nn.Module):
+    """Takes labels out of its batch, and leaves things in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, batch: dict[str, Any], filled: list[Any], empty: list[Any], nested: tuple[Any, ...]) -> Tensor:
+        batch.pop("labels")
+        for one in (filled, empty, nested[0], nested[1]["inner"]):
+            one.append("seen")
+        return self.linear(batch["x"])
+
+
+def left_by(implementation: Any, precision: str) -> list[Any]:
+    torch.manual_seed(0)
+    model = implementation(Greedy(), device_id=device(), mixed_precision=PRECISIONS[precision])
+    batch = {"x": torch.ones(2, 3), "labels": torch.ones(2)}
+    filled, empty, nested = [1], [], ([1], {"inner": [2]})
+    model(batch, filled, empty=empty, nested=nested)
+    return [sorted(batch), filled, empty, nested]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(2)
+def test_module_changes_those_containers_of_its_caller_that_it_changes_under_torchs(
+    rank: int, world_size: int, precision: str
+) -> None:
+    assert left_by(fsdp_c.FullyShardedDataParallel, precision) == left_by(TorchFSDP, precision)

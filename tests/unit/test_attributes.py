@@ -1,0 +1,263 @@
+"""Attributes of torch's flat parameter, handle and wrapped module, one by one.
+
+Each is there as torch has it, or is left out with a reason that the AttributeError gives.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
+from torch.distributed.fsdp._runtime_utils import _lazy_init as upstream_lazy_init
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import _runtime_utils
+from fsdp_c.left_out import REASONS
+
+CPU = torch.device("cpu")
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"mixed_precision": BF16},
+    "offload": {"cpu_offload": CPUOffload(True)},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "NO_SHARD, mixed precision": {"sharding_strategy": ShardingStrategy.NO_SHARD, "mixed_precision": BF16},
+}
+# of the flat parameter, a plain nn.Parameter on both sides, which cannot say why it lacks something
+FLAT_PARAM_LEFT_OUT = {
+    "_tensors": "the views that autograd sees are kept in C",
+    "_saved_grad_shard": "a reduction may be in flight; handle.sharded_grad is the gradient once it is there",
+    "_cpu_grad": "with offload from the first backward on, and only where computation is not on the CPU",
+}
+
+configurations = pytest.mark.parametrize("name", CONFIGURATIONS)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    with mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor):  # upstream pins, which takes an accelerator
+        yield
+    dist.destroy_process_group()
+
+
+def build(fsdp: type, use_orig_params: bool, name: str) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5)))
+    policy = ModuleWrapPolicy({nn.Sequential})
+    options = CONFIGURATIONS[name] | {"use_orig_params": use_orig_params}
+    return fsdp(module, device_id=CPU, auto_wrap_policy=policy, **options)
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+def start(model: Any, name: str) -> None:
+    """A step; with offload upstream's waits for an accelerator, and its lazy initialisation must do."""
+    if "offload" not in name:
+        step(model)
+    elif isinstance(model, FSDP):
+        _runtime_utils._lazy_init(model, model)
+    else:
+        upstream_lazy_init(model, model)
+
+
+def has(owner: Any, name: str) -> bool:
+    """Some of a tensor's attributes raise other errors, on both sides."""
+    try:
+        return hasattr(owner, name)
+    except RuntimeError:
+        return True
+
+
+def lacking(theirs: Any, ours: Any) -> set[str]:
+    return {name for name in dir(theirs) if has(theirs, name) and not has(ours, name)}
+
+
+def test_names_left_out_are_names_of_torch() -> None:
+    theirs = build(Upstream, True, "plain")
+    step(theirs)
+    newer = {"_offload_to_cpu", "_restore_unsharded_flat_param_from_cpu"}  # of torch 2.14
+    assert {name for name in REASONS["FlatParamHandle"] if not hasattr(theirs._handle, name)} <= newer
+    assert {name for name in REASONS["FullyShardedDataParallel"] if not hasattr(theirs, name)} == set()
+
+
+@both_views
+@configurations
+def test_everything_that_torch_has_is_there_or_says_what_to_use(name: str, use_orig_params: bool) -> None:
+    """Before and after the first step."""
+    theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
+    for has_run in (False, True):
+        if has_run:
+            start(theirs, name), start(ours, name)
+        for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
+            assert lacking(their_unit._flat_param, our_unit._flat_param) <= set(FLAT_PARAM_LEFT_OUT)
+            for owner, pair in (
+                ("FlatParamHandle", (their_unit._handle, our_unit._handle)),
+                ("FullyShardedDataParallel", (their_unit, our_unit)),
+            ):
+                missing = lacking(*pair) - {"_zero_scalar"}  # by which torch's functions are known, and refused
+                assert missing - set(REASONS[owner]) == set()
+                for one in missing:
+                    with pytest.raises(AttributeError, match=rf"{one}': .{{20}}"):
+                        getattr(pair[1], one)
+
+
+def plain(value: Any) -> bool:
+    """A value that can be compared: no object of an implementation's own, and no module."""
+    if isinstance(value, (list, tuple)):
+        return all(map(plain, value))
+    return isinstance(value, (bool, int, str, torch.dtype, torch.device, torch.Size, type(None)))
+
+
+@both_views
+@configurations
+def test_plain_attributes_have_torchs_values(name: str, use_orig_params: bool) -> None:
+    theirs, ours = (build(fsdp, use_orig_params, name) for fsdp in (Upstream, FSDP))
+    for has_run in (False, True):
+        if has_run:
+            start(theirs, name), start(ours, name)
+        for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
+            pairs = [(their_unit._flat_param, our_unit._flat_param), (their_unit._handle, our_unit._handle)]
+            for their_one, our_one in [*pairs, (their_unit, our_unit)]:
+                known = {key: value for key, value in vars(their_one).items() if hasattr(our_one, key)}
+                values = {key: value for key, value in known.items() if plain(value)}
+                assert len(values) > 5
+                for key, value in values.items():
+                    found = getattr(our_one, key)
+                    assert (list(found) if isinstance(value, (list, tuple)) else found) == (
+                        list(value) if isinstance(value, (list, tuple)) else value
+                    ), key
+
+
+# ----------------------------------------------------------------- tensors that come and go
+
+STORAGES = ("_local_shard", "_full_param_padded", "_full_prec_full_param_padded", "_mp_shard")
+
+
+def storages(flat_param: Any) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
+    """Size, dtype and whether there is memory, of what exists."""
+    found = {name: getattr(flat_param, name) for name in STORAGES if hasattr(flat_param, name)}
+    return {name: (tensor.size(), tensor.dtype, tensor.untyped_storage().size() > 0) for name, tensor in found.items()}
+
+
+class Look(nn.Module):
+    """Calls ``look`` in its forward, and when the gradient of its input is there."""
+
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        vars(self)["look"] = look
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.look("forward")
+        if x.requires_grad:
+            x.register_hook(lambda _: self.look("backward"))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("mixed_precision", [None, BF16], ids=["fp32", "bf16"])
+@both_views
+def test_storage_is_there_when_torchs_is(
+    use_orig_params: bool, mixed_precision: MixedPrecision | None, strategy: str
+) -> None:
+    """In a forward, in a backward and after it, with torch's sizes and dtypes; B-023 to B-026."""
+    seen = []
+    for fsdp in (Upstream, FSDP):
+        moments: list[Any] = []
+        units: list[Any] = []
+
+        def look(moment: str, moments: list[Any] = moments, units: list[Any] = units) -> None:
+            moments.append((moment, [storages(unit._flat_param) for unit in units]))
+
+        torch.manual_seed(0)
+        model: Any = fsdp(
+            nn.Sequential(nn.Linear(3, 5), Look(look)),
+            auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=CPU,
+            use_orig_params=use_orig_params,
+            mixed_precision=mixed_precision,
+            sharding_strategy=ShardingStrategy[strategy],
+            backward_prefetch=None,
+        )
+        units += [unit for unit in model.modules() if isinstance(unit, fsdp) and unit._flat_param is not None]
+        look("before lazy init")
+        for _ in range(2):
+            step(model)
+            look("after a step")
+        seen.append(moments)
+    assert [moment for moment, _ in seen[0]].count("backward") == 2
+    for theirs, ours in zip(*seen, strict=True):
+        assert ours == theirs, theirs[0]
+
+
+def test_sharded_gradient_is_told_in_a_backward_and_after_it() -> None:
+    """B-028, C-113: once its reduction has ended, which is when the next one begins."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(3, 3)) for _ in range(3)))
+    model: Any = FSDP(layers, device_id=CPU, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    first, last, seen = model.module[0][0], model.module[2][0], []
+    assert last._handle.sharded_grad is None
+    first.register_full_backward_hook(lambda *_: seen.append(last._handle.sharded_grad))
+    step(model)
+    ((sharded_grad),) = seen
+    assert sharded_grad.data_ptr() == last._flat_param.grad.data_ptr()
+    assert sharded_grad.size() == last._flat_param._sharded_size
+    assert torch.equal(first._handle.sharded_grad, first._flat_param.grad)
+
+
+# ----------------------------------------------------------------- functions of a handle
+
+
+@both_views
+def test_shards_and_views_are_cut_as_torch_cuts_them(use_orig_params: bool) -> None:
+    """C-031, C-032, C-033, C-035, C-070."""
+    theirs, ours = (build(fsdp, use_orig_params, "plain")._handle for fsdp in (Upstream, FSDP))
+    assert ours._get_flat_param_offsets() == theirs._get_flat_param_offsets()
+    assert {type(module) for module in ours._get_modules()} == {type(module) for module in theirs._get_modules()}
+    numel = ours.flat_param._unpadded_unsharded_size.numel()
+    for first in range(numel):
+        for last in range(first, numel):
+            expected = [tuple(info) for info in theirs._get_shard_metadata(first, last)]
+            assert [tuple(info) for info in ours._get_shard_metadata(first, last)] == expected
+    whole = torch.arange(float(numel))
+    expected = list(theirs._get_unflat_views(whole))
+    assert all(map(torch.equal, ours._get_unflat_views(whole), expected)) and len(expected) == 2
+    for size in (1, 4, 7, 9):
+        for rank in range(4):
+            tensor = torch.arange(float(size))
+            (our_shard, our_padding), (shard, padding) = (one._get_shard(tensor, rank, 4) for one in (ours, theirs))
+            assert torch.equal(our_shard, shard) and our_padding == padding
+            assert ours._get_sharded_size(tensor, rank, 4) == theirs._get_sharded_size(tensor, rank, 4)
+
+
+def test_order_of_a_tree_is_told_by_its_root() -> None:
+    theirs, ours = (build(fsdp, True, "plain") for fsdp in (Upstream, FSDP))
+    assert ours._exec_order_data.param_to_fqn == {} and ours._exec_order_data.is_first_iter
+    step(theirs), step(ours)
+    data = ours._exec_order_data
+    assert list(data.param_to_fqn.values()) == list(theirs._exec_order_data.param_to_fqn.values())
+    assert data is ours.module[1]._exec_order_data and data.all_handles == ours._all_handles
+    assert data._iter == theirs._exec_order_data._iter == 1 and not data.is_first_iter
+
+
+def test_unknown_attributes_stay_unknown() -> None:
+    model = build(FSDP, True, "plain")
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        _ = model.nothing
+    with pytest.raises(AttributeError, match=r"'FlatParamHandle' object has no attribute 'nothing'$"):
+        _ = model._handle.nothing
+    assert isinstance(FSDP.__getattr__, types.FunctionType)

@@ -1,0 +1,100 @@
+"""What is accepted as a process group: all that says its rank and size. What else it lacks is named when needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import ShardedGradScaler, ShardingStrategy
+
+CPU = torch.device("cpu")
+
+
+class Double:
+    """Says rank and size."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._place = (rank, size)
+
+    def rank(self) -> int:
+        return self._place[0]
+
+    def size(self) -> int:
+        return self._place[1]
+
+
+class Summing(Double):
+    """One rank's sum is its own."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        return None
+
+
+def wrap(group: Any, fsdp: type = FSDP, **arguments: Any) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = ModuleWrapPolicy({nn.Linear})
+    return fsdp(module, process_group=group, auto_wrap_policy=policy, device_id=CPU, **arguments)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_double_of_one_rank_is_wrapped_run_and_trained_without_any_group(use_orig_params: bool) -> None:
+    model = wrap(Summing(0, 1), use_orig_params=use_orig_params)
+    assert (model.rank, model.world_size) == (0, 1) and not dist.is_initialized()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for one in (model, plain):
+        one(torch.ones(2, 4)).sum().backward()
+    found, expected = (torch.cat([param.grad.flatten() for param in one.parameters()]) for one in (model, plain))
+    assert torch.equal(found, expected)
+
+
+def test_double_of_several_ranks_shards_as_torch_shards() -> None:
+    for rank in range(3):
+        theirs, ours = (wrap(Double(rank, 3), fsdp) for fsdp in (Upstream, FSDP))
+        for their_unit, our_unit in zip(Upstream.fsdp_modules(theirs), FSDP.fsdp_modules(ours), strict=True):
+            if their_unit._flat_param is not None:
+                assert torch.equal(their_unit._flat_param, our_unit._flat_param)
+
+
+def test_collective_that_a_double_lacks_is_named_when_it_is_asked_for() -> None:
+    with pytest.raises(TypeError, match=r"rank 1: its process group .*Double.* cannot all-gather: .*_allgather_base"):
+        wrap(Double(1, 3))(torch.ones(2, 4))
+    model = wrap(Double(0, 1))
+    loss = model(torch.ones(2, 4)).sum()
+    with pytest.raises(TypeError, match=r"rank 0: its process group .*Double.* has no allreduce\(\)"):
+        loss.backward()
+
+
+def test_raw_backend_is_a_group(tmp_path: Any) -> None:
+    backend = dist.ProcessGroupGloo(dist.FileStore(str(tmp_path / "store"), 1), 0, 1)
+    assert not isinstance(backend, dist.ProcessGroup)
+    model = wrap(backend)
+    model(torch.ones(2, 4)).sum().backward()
+    plain = wrap(Summing(0, 1))
+    plain(torch.ones(2, 4)).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_scaler_takes_a_double() -> None:
+    scaler = ShardedGradScaler("cpu", init_scale=2.0, process_group=Double(0, 1))
+    assert scaler.scale(torch.ones(1)).item() == 2.0
+
+
+def test_what_does_not_say_its_rank_is_refused() -> None:
+    for wrong in ("gloo", 3, object()):
+        with pytest.raises(TypeError, match=f"process_group must be a ProcessGroup .*, not {type(wrong).__name__}"):
+            wrap(wrong)
+
+
+def test_pair_of_doubles_is_no_hybrid_group() -> None:
+    """As upstream has it: creation of hybrid groups asks for torch's."""
+    with pytest.raises(ValueError, match="tuple of two process groups"):
+        wrap((Double(0, 2), Double(0, 2)), sharding_strategy=ShardingStrategy.HYBRID_SHARD)

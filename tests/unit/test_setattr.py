@@ -1,0 +1,178 @@
+"""How modules are made to show parameters: what their class sees of it, beside torch's (C-002, C-077).
+
+For each value of FSDP_USE_UNSAFE_SETATTR.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
+from torch.distributed.fsdp import ShardingStrategy
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+
+CPU = torch.device("cpu")
+SETTINGS = {"unset": None, "off": "0", "on": "1"}
+all_settings = pytest.mark.parametrize("setting", SETTINGS)
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+both_strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fake_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def seen() -> list[tuple[str, str]]:
+    """(method, attribute) of what a module's class was asked."""
+    return []
+
+
+def watched(seen: list[tuple[str, str]], *methods: str) -> nn.Module:
+    """A linear layer whose class writes down the calls of these methods for its weight."""
+
+    def noting(name: str) -> Any:
+        original = getattr(nn.Linear, name)
+
+        def method(self: nn.Module, attribute: str, *args: Any) -> Any:
+            if attribute == "weight":
+                seen.append((name, attribute))
+            return original(self, attribute, *args)
+
+        return method
+
+    torch.manual_seed(0)
+    return type("Watched", (nn.Linear,), {name: noting(name) for name in methods})(4, 4)
+
+
+def wrap(fsdp: type, module: nn.Module, use_orig_params: bool, strategy: str = "FULL_SHARD") -> Any:
+    strategies = {"sharding_strategy": ShardingStrategy[strategy]}
+    return fsdp(module, device_id=CPU, use_orig_params=use_orig_params, **strategies)
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    value = SETTINGS[setting]
+    if value is None:
+        monkeypatch.delenv("FSDP_USE_UNSAFE_SETATTR", raising=False)
+    else:
+        monkeypatch.setenv("FSDP_USE_UNSAFE_SETATTR", value)
+
+
+@pytest.mark.parametrize("method", ["__setattr__", "__delattr__", "register_parameter"])
+@all_settings
+@both_strategies
+@both_views
+def test_class_takes_part_in_every_forward_where_torchs_does(
+    monkeypatch: pytest.MonkeyPatch,
+    seen: list[tuple[str, str]],
+    use_orig_params: bool,
+    strategy: str,
+    setting: str,
+    method: str,
+) -> None:
+    choose(monkeypatch, setting)
+    asked = []
+    for fsdp in (Upstream, FSDP):
+        model = wrap(fsdp, watched(seen, method), use_orig_params, strategy)
+        for _ in range(2):
+            seen.clear()
+            model(torch.ones(2, 4)).sum().backward()
+            asked.append(bool(seen))
+    assert asked[2:] == asked[:2]
+    if method == "__setattr__":
+        assert asked == [setting != "on"] * 4
+
+
+@all_settings
+@both_views
+def test_parameters_lie_in_the_dict_of_the_module_where_torchs_do(
+    monkeypatch: pytest.MonkeyPatch, use_orig_params: bool, setting: str
+) -> None:
+    """Bypassed, they are found there, and no __getattr__ is asked. In a forward, after it and in summon_full_params."""
+    choose(monkeypatch, setting)
+    found = []
+    for fsdp in (Upstream, FSDP):
+        module, places = nn.Linear(4, 4), []
+
+        def look(*_: Any, module: nn.Module = module, places: list[Any] = places) -> None:
+            places.append(("weight" in vars(module), "weight" in module._parameters))
+
+        model = wrap(fsdp, module, use_orig_params)
+        module.register_forward_pre_hook(look)
+        for _ in range(2):
+            look()
+            model(torch.ones(2, 4)).sum().backward()
+        look()
+        found.append(places)
+    if setting == "on":
+        assert found[1] == found[0]
+    else:  # a view in a forward is in both there, which no lookup through the module tells apart
+        assert [registered for _, registered in found[1]] == [registered for _, registered in found[0]]
+
+
+@both_views
+def test_bypassed_parameters_train_and_are_summoned_as_others(
+    monkeypatch: pytest.MonkeyPatch, use_orig_params: bool
+) -> None:
+    results = []
+    for setting in ("off", "on"):
+        choose(monkeypatch, setting)
+        torch.manual_seed(0)
+        model = wrap(FSDP, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), use_orig_params, "NO_SHARD")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            loss = model(torch.ones(2, 4)).square().sum()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with FSDP.summon_full_params(model), torch.no_grad():
+                model.module[0].weight.mul_(0.5)
+                results.append([loss.detach(), *(param.clone() for param in model.parameters())])
+    assert len(results) == 6 and len(results[0]) == 5
+    assert all(all(map(torch.equal, *pair)) for pair in zip(results[:3], results[3:], strict=True))
+
+
+def test_hooks_on_registrations_see_the_parameters(seen: list[tuple[str, str]]) -> None:
+    def note(module: nn.Module, name: str, param: Tensor) -> None:
+        seen.append(("registered", name))
+
+    counts = []
+    for fsdp in (Upstream, FSDP):
+        removable = register_module_parameter_registration_hook(note)
+        try:
+            model = wrap(fsdp, nn.Linear(4, 4), True)
+            seen.clear()
+            model(torch.ones(2, 4)).sum().backward()
+            counts.append(seen.count(("registered", "weight")) > 0)
+        finally:
+            removable.remove()
+    assert counts == [True, True]
+
+
+def test_method_that_was_replaced_on_module_itself_takes_part(
+    monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, str]]
+) -> None:
+    original = nn.Module.__setattr__
+
+    def noting(self: nn.Module, name: str, value: Any) -> None:
+        if name == "weight":
+            seen.append(("__setattr__", name))
+        original(self, name, value)
+
+    module = nn.Linear(4, 4)
+    monkeypatch.setattr(nn.Module, "__setattr__", noting)
+    model = wrap(FSDP, module, True)
+    seen.clear()
+    model(torch.ones(2, 4)).sum().backward()
+    assert seen
