@@ -1,0 +1,70 @@
+"""On a torch whose FSDP1 has gone: the same bits, and objects and checkpoints that go both ways. In fresh processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hidden_fsdp1 import WAYS
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS = 2
+
+
+def run(way: str, folder: Path) -> list[dict[str, Any]]:
+    """What ``tests.without_fsdp1`` wrote on each rank. Fails with the output of a rank that failed."""
+    command = [sys.executable, "-m", "tests.without_fsdp1", way]
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(RANKS), str(folder)],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [process.communicate(timeout=600)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, output in zip(ranks, outputs, strict=True):
+        assert process.returncode == 0, output[-3000:]
+    return [json.loads((folder / way / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("without_fsdp1")
+
+
+@pytest.fixture(scope="module")
+def present(folder: Path) -> list[dict[str, Any]]:
+    return run("present", folder)
+
+
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_torch_without_fsdp1_trains_saves_and_loads_the_same_bits(
+    way: str, folder: Path, present: list[dict[str, Any]]
+) -> None:
+    assert run(way, folder) == present
+
+
+@pytest.mark.timeout(700)
+def test_a_torch_with_fsdp1_loads_what_was_saved_without(folder: Path, present: list[dict[str, Any]]) -> None:
+    assert {one.name for one in folder.iterdir()} >= set(WAYS)  # each loads what stands in the folder
+    again = folder / "again"
+    again.mkdir()
+    for way in WAYS:
+        (folder / way).rename(again / way)
+    assert run("present", again) == present
