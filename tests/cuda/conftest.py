@@ -1,27 +1,51 @@
-"""Everything here needs a GPU, and torch and fsdp_c with CUDA; elsewhere it is skipped, and says what is missing."""
+"""Everything here needs a GPU, real or simulated (docs/simulated_gpu.md); elsewhere it is skipped, and says so.
+
+``@pytest.mark.real_gpu(what)`` marks what a simulated one cannot show.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import fsdp_c
+from tests import simulated_gpu
+from tests.simulated_gpu import races
 
 HERE = Path(__file__).parent
 
 
 def missing() -> str | None:
+    kernels = os.environ.get("FSDP_C_CUDA_KERNELS") or Path(fsdp_c.__file__).parent / "_cuda.so"
     if not torch.cuda.is_available():
-        return "torch finds no GPU here"
-    if not (Path(fsdp_c.__file__).parent / "_cuda.so").exists():
+        return "torch finds no GPU here; make test-simulated-gpu simulates one"
+    if not Path(kernels).exists():
         return "fsdp_c was built without its CUDA kernels (FSDP_C_CUDA=1 demands them)"
     return None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real_gpu(what): needs a GPU that is there, for what a simulated one has not")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = missing()
     for item in items:
-        if reason is not None and HERE in item.path.parents:
+        if HERE not in item.path.parents:
+            continue
+        if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+        mark = item.get_closest_marker("real_gpu")
+        if mark is not None and simulated_gpu.is_on():
+            item.add_marker(pytest.mark.skip(reason=f"the simulated GPU has no {mark.args[0]}"))
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """Ranks look for themselves: tests/ranks.py."""
+    with races.none_found():
+        yield

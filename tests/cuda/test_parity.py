@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tests.cuda.gloo_on_cuda import through_the_cpu
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.models import WIDTH, Block, Net
 from tests.ranks import on_ranks
+from tests.simulated_gpu import races
 
 STEPS = 6
 TIMEOUT_S = 180.0  # the first test on a rank makes its context, and loads cuBLAS
@@ -85,9 +87,12 @@ def loss_of(model: Any, generator: torch.Generator) -> Tensor:
     return model(torch.randn(4, WIDTH, generator=generator)).float().square().mean()
 
 
-def assert_parity(rank: int, name: str, **how: Any) -> None:
+def assert_parity(rank: int, name: str, ours_in: AbstractContextManager[Any] | None = None, **how: Any) -> None:
     options = OPTIONS[name] | how.pop("options", {})
-    expected, actual = (train(fsdp, rank, options=options, **how) for fsdp in (Upstream, FullyShardedDataParallel))
+    expected = train(Upstream, rank, options=options, **how)
+    races.forget()
+    with ours_in or contextlib.nullcontext():
+        actual = train(FullyShardedDataParallel, rank, options=options, **how)
     assert len(expected) == len(actual)
     different = [place for place, pair in enumerate(zip(expected, actual, strict=True)) if not same(*pair)]
     assert not different, f"{len(different)} of {len(expected)}, the first at {different[0]}"

@@ -23,6 +23,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c._runtime_utils import _lazy_init
 from tests.cuda.test_parity import GPU, TIMEOUT_S, over
 from tests.ranks import on_ranks
 
@@ -40,7 +41,7 @@ def large(**options: Any) -> Any:
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)))
     policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP(layers, auto_wrap_policy=policy, device_id=GPU, use_orig_params=True, **options)
+    return FSDP(layers, auto_wrap_policy=policy, device_id=GPU, **{"use_orig_params": True} | options)
 
 
 @pytest.fixture
@@ -96,6 +97,8 @@ def test_a_step_never_waits_for_the_device() -> None:
     step(model)
     torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            torch.ones(1, device=GPU).item()
         step(model)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -109,12 +112,14 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.empty(2**28, dtype=torch.uint8, device=GPU)  # freed at once, and kept by torch's allocator
     total = torch.cuda.get_device_properties(GPU).total_memory
+    retries = torch.cuda.memory_stats()["num_alloc_retries"]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
     try:
         step(model)
         torch.cuda.synchronize()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.cuda.memory_stats()["num_alloc_retries"] > retries  # it was in need
 
 
 # ---- ranks
@@ -194,7 +199,7 @@ def test_state_dicts_bring_back_what_was_saved_over_nccl(rank: int, world_size: 
 
 def train_once(model: Any, optimizer: torch.optim.Optimizer) -> None:
     torch.manual_seed(2)
-    model(torch.randn(8, WIDTH)).square().mean().backward()
+    model(torch.randn(8, WIDTH, device=GPU)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -216,3 +221,77 @@ def test_full_parameters_are_shown_and_written_back_over_nccl(rank: int, world_s
                     param.data.fill_(0.5)
             with FSDP.summon_full_params(model, writeback=False):
                 assert all(bool((param == 0.5).all()) and param.device == GPU for param in model.parameters())
+
+
+# ---- a model that makes room between steps
+
+
+def move(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """As libraries for reinforcement learning do it around a rollout, checks included."""
+    _lazy_init(model, model)
+    assert model._is_root
+    for handle in model._all_handles:
+        if handle._offload_params:
+            continue
+        flat_param = handle.flat_param
+        assert flat_param.data.data_ptr() == flat_param._local_shard.data_ptr()
+        assert flat_param.data.size() == flat_param._local_shard.size()
+        handle.flat_param_to(device, non_blocking=True)
+        flat_param._local_shard = flat_param.data
+        assert flat_param.device == device
+    for state in optimizer.state.values():
+        state.update({key: value.to(device) for key, value in state.items() if key != "step"})
+    torch.cuda.empty_cache()
+
+
+HOST = torch.device("cpu")
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("name", TRANSFERS)
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
+    rank: int, world_size: int, name: str, use_orig_params: bool
+) -> None:
+    seen = []
+    with over("nccl") as group:
+        for leaves in (False, True):
+            model = large(**TRANSFERS[name] | group | {"use_orig_params": use_orig_params})
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            for _ in range(3):
+                train_once(model, optimizer)
+                if leaves and name.startswith("offload"):
+                    move(model, optimizer, HOST)
+                elif leaves:
+                    move(model, optimizer, HOST)
+                    with pytest.raises(AssertionError, match=r"compute device cuda:0, was on cpu.*flat_param_to"):
+                        model(torch.randn(8, WIDTH))
+                    move(model, optimizer, GPU)
+            seen.append(state_of(model, optimizer))
+    assert_alike(*seen)
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+@pytest.mark.usefixtures("one_of_four")
+def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
+    """The memory that its steps gather into included, which is a pool of its own: empty_cache() gives it back."""
+    train_once(plain := nn.Linear(WIDTH, WIDTH, device=GPU), torch.optim.SGD(plain.parameters()))  # cuBLAS's own memory
+    del plain
+    torch.cuda.empty_cache()
+    before = held()
+    model = large(**TRANSFERS[name])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    train_once(model, optimizer)
+    move(model, optimizer, HOST)
+    del optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    live, reserved = (now - then for now, then in zip(held(), before, strict=True))
+    assert live < 2**19 and reserved <= 2 * 2**20  # at most one of the allocator's segments for small tensors
+    move(model, torch.optim.SGD(model.parameters()), GPU)
+    step(model)
+
+
+def held() -> tuple[int, int]:
+    """Bytes that live, and that torch has from the driver."""
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()

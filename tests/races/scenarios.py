@@ -1,4 +1,4 @@
-"""What is recorded: steps of a small model under every strategy and setting whose order on streams differs."""
+"""Steps of a small model under every strategy and setting whose order on streams differs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
-from tests.streams.recorder import Recorder, recording
+from tests.ranks import device
 
 STEPS = 2
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)
@@ -37,12 +37,12 @@ class Trainer:
         whole = Net(**(net or {}))
         for index in hybrid:
             inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
-            whole.blocks[index] = FSDP(whole.blocks[index], device_id=torch.device("cpu"), **inner)
+            whole.blocks[index] = FSDP(whole.blocks[index], device_id=device(), **inner)
         self.model = FSDP(
             whole,
             auto_wrap_policy=None if hybrid else ModuleWrapPolicy({Block}),
             sharding_strategy=strategy,
-            device_id=torch.device("cpu"),
+            device_id=device(),
             **({"use_orig_params": True} | arguments),
         )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -301,18 +301,3 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
 
 
 HYBRID_SCENARIOS = ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload"]
-
-
-def record(rank: int, name: str, **more: Any) -> Recorder:
-    body, arguments = SCENARIOS[name]
-    environment = pytest.MonkeyPatch()
-    with environment.context() as patched, recording() as recorder:
-        if "full precision" in name:
-            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        body(Trainer(rank, **(arguments | more)))
-    return recorder
-
-
-def record_hybrid(rank: int, name: str, strategy: str = "HYBRID_SHARD") -> Recorder:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    return record(rank, name, strategy=strategy, device_mesh=mesh)

@@ -1,0 +1,371 @@
+"""Programs in which the order on streams matters, each run in this process as one of four ranks on the simulated GPU.
+
+The others are not there: what a collective brings is this rank's own part again. The detector needs accesses, no
+numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffload
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests import ranks
+from tests.races.scenarios import (
+    BF16,
+    HYBRID_SCENARIOS,
+    SCENARIOS,
+    Refused,
+    Trainer,
+    accumulate,
+    plain,
+    refusing,
+)
+
+WORLD_SIZE = 4
+BACKEND = "nccl_alone"
+
+
+_last_streams: dict[int, int] = {}  # that were handed out before all programs, by priority
+
+
+@contextmanager
+def one_of_four() -> Iterator[None]:
+    """A group of the simulated NCCL whose other ranks are imagined; models and tensors are on the GPU."""
+    _register_backend()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(ranks.DEVICE_SETTING, "cuda")
+        torch.cuda.set_device(0)
+        torch.set_default_device(ranks.device())
+        dist.init_process_group(f"cuda:{BACKEND}", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+        dist.all_reduce(torch.ones(1), async_op=True).wait()  # the group has its stream
+        _last_streams.update({priority: torch.cuda.Stream(priority=priority).stream_id for priority in (0, -1)})
+        gc.collect()
+        gc.freeze()  # programs collect garbage, and there is much else to go through
+        try:
+            run("FULL_SHARD")  # what a process does once
+            yield
+        finally:
+            gc.unfreeze()
+            dist.destroy_process_group()
+            torch.set_default_device(None)
+
+
+def _register_backend() -> None:
+    if BACKEND in dist.Backend.backend_list:
+        return
+    c10d: Any = torch._C._distributed_c10d
+
+    def create(store: Any, rank: int, world_size: int, timeout: Any) -> Any:
+        return c10d.ProcessGroupNCCL.over(c10d.FakeProcessGroup._create_internal(rank, world_size))
+
+    dist.Backend.register_backend(BACKEND, create, devices=["cuda"])
+
+
+# ---- programs that only streams and memory of a GPU make
+
+
+def step_under_two_streams(trainer: Trainer) -> None:
+    """Each forward under another stream of the user's, and a backward under a third.
+
+    Each of them goes on with something else, and waits for none of the others.
+    """
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for one, other in (streams[:2], streams[1:]):
+        with after_current(one):
+            loss = trainer.forward()
+        with after(one, other):
+            loss.backward()
+        take_memory_under(streams)
+        torch.cuda.current_stream().wait_stream(other)
+        trainer.update()
+
+
+def add_up_under_two_streams(trainer: Trainer) -> None:
+    """A backward through two forwards under streams of their own; what the first packs with is of one of them."""
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for _ in range(2):
+        losses = []
+        for stream in streams:
+            with after_current(stream):
+                losses.append(trainer.forward())
+            torch.cuda.current_stream().wait_stream(stream)
+        (losses[0] + losses[1]).backward()
+        take_memory_under(streams)
+        trainer.update()
+
+
+def take_memory_under(streams: list[torch.cuda.Stream]) -> None:
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.zeros(64)
+
+
+def evaluate_under_two_streams(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for _ in range(2):
+            with after_current(torch.cuda.Stream()):
+                trainer.forward()
+            trainer.forward()
+
+
+@contextmanager
+def after_current(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Under a stream that goes on where the current one is; it comes to know of the end by FSDP alone."""
+    with after(torch.cuda.current_stream(), stream):
+        yield
+
+
+@contextmanager
+def after(first: torch.cuda.Stream, then: torch.cuda.Stream) -> Iterator[None]:
+    then.wait_stream(first)
+    with torch.cuda.stream(then):
+        yield
+
+
+def take_freed_memory(trainer: Trainer) -> None:
+    """The script takes and drops memory between units, of all sizes: what is freed is soon somebody else's."""
+
+    def take(*_: Any) -> None:
+        for numel in (64, 256, 1024):
+            torch.zeros(numel)
+
+    for module in trainer.model.modules():
+        module.register_forward_hook(take)
+        module.register_full_backward_hook(take)
+    plain(trainer)
+
+
+def read_gradients(trainer: Trainer) -> None:
+    """On the host, as soon as the backward has returned."""
+    for _ in range(2):
+        trainer.forward().backward()
+        for param in trainer.model.parameters():
+            if param.grad is not None:
+                assert param.grad.isfinite().all()
+        trainer.update()
+
+
+def write_after_a_refusal(trainer: Trainer) -> None:
+    """What the gather would have read is being made while the script changes the parameters that it is made of."""
+    trainer.step()
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(Refused):
+            patched.setattr(dist, "all_gather_into_tensor", refusing(dist.all_gather_into_tensor, 1))
+            trainer.forward()
+        for param in trainer.model.parameters():
+            param.data.mul_(0.9)
+
+
+# ---- by name
+
+Body = Callable[[Trainer], None]
+OWN: dict[str, tuple[Body, dict[str, Any]]] = {
+    "two streams": (step_under_two_streams, {"limit_all_gathers": False}),
+    "two streams, two forwards": (add_up_under_two_streams, {"limit_all_gathers": False}),
+    "two streams, bf16": (step_under_two_streams, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "two streams, evaluate": (evaluate_under_two_streams, {"limit_all_gathers": False}),
+    "write after a refusal": (
+        write_after_a_refusal,
+        {"mixed_precision": BF16, "limit_all_gathers": False, "use_orig_params": False},
+    ),
+    "memory taken again": (take_freed_memory, {"limit_all_gathers": False, "forward_prefetch": True}),
+    "memory taken again, bf16": (take_freed_memory, {"mixed_precision": BF16}),
+    "offload, gradients read": (read_gradients, {"cpu_offload": CPUOffload(True)}),
+}
+HYBRID = {
+    f"{strategy}, {name}": (SCENARIOS[name][0], SCENARIOS[name][1] | {"strategy": strategy})
+    for strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    for name in [*HYBRID_SCENARIOS, "no limit, forward prefetch, bf16"]
+}
+IN_PART = {"hybrid in part": (accumulate, {})}  # the reductions of its other units end on another stream
+PROGRAMS: dict[str, tuple[Body, dict[str, Any]]] = SCENARIOS | OWN | HYBRID | IN_PART
+
+
+class Wait(NamedTuple):
+    """One wait of a stream, or of the host, for an event."""
+
+    waiting: str
+    awaited: str
+    orders: bool  # False: what it waits for was known already
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        return self.waiting, self.awaited
+
+
+class Step(NamedTuple):
+    """One launch, or where memory was taken."""
+
+    what: str
+    stream: str
+    after: dict[str, int]  # how many launches of each stream come before, its own with it
+
+
+class Run(NamedTuple):
+    """What one run of a program showed."""
+
+    waits: list[Wait]
+    reports: frozenset[str]  # in one line each, with the streams by their roles
+    order: list[Step]
+
+
+def run(name: str, drop: int | None = None) -> Run:
+    """Within ``one_of_four``; with ``drop``, that wait of the program's is left out, counted from 0."""
+    import simulated_gpu
+
+    body, arguments = PROGRAMS[name]
+    more = {}
+    if name in HYBRID:
+        more = {"device_mesh": _mesh()}
+    if name in IN_PART:
+        more = {"hybrid_blocks": (_mesh(), [0, 2])}
+    with _begun(), _named_streams() as names, pytest.MonkeyPatch.context() as patched:
+        if "full precision" in name:
+            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        first = simulated_gpu.waits()
+        simulated_gpu.drop_wait(-1 if drop is None else drop)
+        try:
+            body(Trainer(0, **(arguments | more)))
+        finally:
+            simulated_gpu.drop_wait(-1)
+        last, order = simulated_gpu.waits(), simulated_gpu.ordered()
+    waits = [_wait(nth, names) for nth in range(first, last)]
+    return Run(waits, _in_roles(simulated_gpu.reports(), names), _named_order(order, names))
+
+
+@contextmanager
+def _begun() -> Iterator[None]:
+    """The device is through with all before, and with this afterwards. Garbage is collected where programs do so."""
+    import simulated_gpu
+
+    _clean_up()
+    _go_back_to_the_first_streams()
+    simulated_gpu.reports()
+    simulated_gpu.log_order(True)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        simulated_gpu.log_order(False)
+        _clean_up()
+
+
+def _in_roles(reports: list[str], names: dict[int, str]) -> frozenset[str]:
+    def role(found: re.Match[str]) -> str:
+        return names.get(int(found[1]), "another stream")
+
+    lines = (report.splitlines()[0].rpartition(" (")[0] for report in reports)
+    return frozenset(re.sub(r"stream (\d+)", role, line) for line in lines)
+
+
+def _named_order(order: list[tuple[str, int, dict[int, int]]], names: dict[int, str]) -> list[Step]:
+    """With the user's streams counted in the order in which they come."""
+    all_names = {0: "host"} | names
+    for _, agent, _ in order:
+        if agent not in all_names:
+            all_names[agent] = f"compute {len(all_names) - len(names)}"
+    return [
+        Step(what, all_names[at], {all_names[one]: count for one, count in after.items()}) for what, at, after in order
+    ]
+
+
+def lags(order: list[Step], stream: str, beside: str) -> Iterator[int]:
+    """For each launch on a stream: how many on another one, enqueued before it, it need not wait for."""
+    last = 0
+    for step in order:
+        if step.stream == beside:
+            last = step.after.get(beside, 0)
+        elif step.stream == stream and step.what != "alloc":
+            yield last - step.after.get(beside, 0)
+
+
+def _mesh() -> Any:
+    return dist.device_mesh.init_device_mesh("cuda", (2, 2))
+
+
+def _go_back_to_the_first_streams() -> None:
+    """torch hands out 32 of each priority in turn: a program has the same ones each time, and none of the group's."""
+    for priority, last in _last_streams.items():
+        while torch.cuda.Stream(priority=priority).stream_id != last:
+            pass
+
+
+def _clean_up() -> None:
+    """The device is through, and has no memory that was used."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
+ROLES = ("pre-unshard", "unshard", "post-backward", "all-reduce")
+
+
+@contextmanager
+def _named_streams() -> Iterator[dict[int, str]]:
+    """The roles of the streams that roots make, which is in the order of the roles, by agent of the device."""
+    names: dict[int, str] = {}
+
+    class Stream(torch.cuda.Stream):
+        def __new__(cls, *arguments: Any, **options: Any) -> Any:
+            made = super().__new__(cls, *arguments, **options)
+            if len(arguments) == 2:  # a device and a priority, as fsdp_c asks
+                names[made.stream_id] = ROLES[len(names) % len(ROLES)]
+            return made
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "Stream", Stream)
+        yield names
+
+
+def device_library() -> ctypes.CDLL:
+    return ctypes.CDLL(os.path.join(os.environ["SIMULATED_GPU"], "libcuda.so.1"))
+
+
+@contextmanager
+def without_waits_of_the_host() -> Iterator[None]:
+    """Those for an event that fsdp_c asks of the driver return at once."""
+    drop = device_library().simulated_gpu_drop_host_waits
+    drop(ctypes.c_bool(True))
+    try:
+        yield
+    finally:
+        drop(ctypes.c_bool(False))
+
+
+@contextmanager
+def without_record(nth: int) -> Iterator[None]:
+    """The nth event that is recorded from now on says what it said before."""
+    drop = device_library().simulated_gpu_drop_record
+    drop(ctypes.c_int64(nth))
+    try:
+        yield
+    finally:
+        drop(ctypes.c_int64(-1))
+
+
+def records() -> int:
+    """How many events were recorded so far."""
+    drop = device_library().simulated_gpu_drop_record
+    drop.restype = ctypes.c_int64
+    return drop(ctypes.c_int64(-1))
+
+
+def _wait(nth: int, names: dict[int, str]) -> Wait:
+    query = device_library().simulated_gpu_wait
+    query.restype = ctypes.c_bool
+    waiting, awaited = ctypes.c_int(), ctypes.c_int()
+    orders = query(ctypes.c_int64(nth), ctypes.byref(waiting), ctypes.byref(awaited))
+    names = {0: "host"} | names
+    return Wait(names.get(waiting.value, "compute"), names.get(awaited.value, "compute"), orders)

@@ -1,0 +1,96 @@
+"""Memory of steps on the simulated GPU, by torch's counters: the first step takes what the others need."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_c import _C
+from tests import simulated_gpu
+
+pytestmark = pytest.mark.skipif(
+    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+)
+
+if simulated_gpu.is_on():
+    from tests.races.programs import one_of_four
+    from tests.races.scenarios import SCENARIOS, STEPS, Trainer, plain, raising_in
+
+
+@pytest.fixture(autouse=True)
+def _one_of_four() -> Iterator[None]:
+    with one_of_four():
+        yield
+        gc.collect()
+        torch.cuda.synchronize()
+
+
+POOLED = ["FULL_SHARD", "SHARD_GRAD_OP", "bf16", "prefetch after", "no prefetch", "forward prefetch", "evaluate"]
+
+
+@pytest.mark.parametrize("name", POOLED)
+def test_no_step_holds_more_storage_than_was_reserved_before_the_first(name: str) -> None:
+    """Bytes of unsharded storage: the root's pool holds as many as were alive at its lazy initialisation."""
+    body, arguments = SCENARIOS[name]
+    trainer = Trainer(0, net={"blocks": 7}, **arguments)
+    base = _C.live_unsharded_nbytes()
+    _C.peak_unsharded_nbytes(reset=True)
+    with raising_in(trainer.model.module, "register_forward_pre_hook"):
+        trainer.forward()
+    reserved = _C.peak_unsharded_nbytes(reset=True) - base
+    body(trainer)
+    assert 0 < _C.peak_unsharded_nbytes() - base <= reserved
+
+
+STEADY = [
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "reduce fp32",
+    "no limit, forward prefetch, bf16",
+    "accumulate, NO_SHARD",
+    "offload, SHARD_GRAD_OP, bf16",
+]
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_a_step_takes_no_memory_that_the_first_did_not_take(name: str) -> None:
+    body, arguments = SCENARIOS[name]
+    trainer = Trainer(0, **({"net": {"blocks": 7}} | arguments))
+    body(trainer)
+    first = torch.cuda.memory_stats()
+    body(trainer)
+    last = torch.cuda.memory_stats()
+    assert last["num_device_alloc"] == first["num_device_alloc"]
+    assert last["allocated_bytes.all.current"] == first["allocated_bytes.all.current"]
+    assert last["num_allocs"] > first["num_allocs"]
+
+
+class FullPool:
+    """Refuses to grow a storage for the first time, or ``always``; the second try is the one beside the pool."""
+
+    def __init__(self, always: bool) -> None:
+        self.resize, self.always, self.refused = torch.UntypedStorage.resize_, always, 0
+        self.last: Any = None
+
+    def __call__(self, storage: Any, nbytes: int) -> Any:
+        if nbytes and (self.always or storage._cdata != self.last):
+            self.last = storage._cdata
+            self.refused += 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.last = None
+        return self.resize(storage, nbytes)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_what_a_full_pool_refuses_is_taken_beside_it(always: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There torch's allocator gives back what others have freed; a device that is full all the same says so."""
+    pool = FullPool(always)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes: pool(storage, nbytes))
+    with pytest.raises(torch.OutOfMemoryError) if always else contextlib.nullcontext():
+        plain(Trainer(0))
+    assert pool.refused == 2 if always else pool.refused > 7 * STEPS

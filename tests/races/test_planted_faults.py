@@ -1,0 +1,163 @@
+"""Faults of order, of memory and of devices that are planted in a program: the simulated GPU finds each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import simulated_gpu
+from tests.models import WIDTH
+from tests.simulated_gpu import races
+
+pytestmark = pytest.mark.skipif(
+    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+)
+
+if simulated_gpu.is_on():
+    from tests.races.programs import one_of_four, records, run, without_record, without_waits_of_the_host
+    from tests.races.scenarios import Trainer
+
+
+@pytest.fixture(autouse=True)
+def _one_of_four() -> Iterator[None]:
+    with one_of_four():
+        yield
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+            torch.cuda.set_stream(torch.cuda.default_stream(index))
+        torch.cuda.set_device(0)
+
+
+def step(trainer: Any) -> None:
+    trainer.forward().backward()
+
+
+@pytest.mark.parametrize("kind", [("compute", "unshard"), ("post-backward", "compute"), ("compute", "post-backward")])
+def test_a_wait_that_is_left_out_is_found(kind: tuple[str, str]) -> None:
+    whole = run("no limit")
+    nth = max(nth for nth, wait in enumerate(whole.waits) if (wait.waiting, wait.awaited) == kind)
+    found = run("no limit", drop=nth).reports - whole.reports
+    assert any(line.startswith("race") for line in found)
+
+
+def test_an_event_that_says_what_it_said_a_step_before_is_found() -> None:
+    """As one that is recorded too early does."""
+    before = records()
+    run("no limit")
+    count = records() - before
+    found = []
+    for nth in range(count // 2, count // 2 + 8):
+        with without_record(nth):
+            found.append(run("no limit").reports)
+    assert sum(any(line.startswith("race") for line in lines) for lines in found) >= 4
+
+
+def test_memory_that_another_stream_still_reads_may_not_be_taken_again() -> None:
+    """Also where the sizes are others and so nobody gets the same bytes."""
+    aside = torch.cuda.Stream()
+    with pytest.raises(AssertionError, match="early free"), races.none_found():
+        held = torch.ones(1000)
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            held.sum()
+        del held
+
+
+def test_memory_of_another_stream_may_be_given_back_until_that_takes_some() -> None:
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        held = torch.ones(1000)
+    torch.cuda.current_stream().wait_stream(aside)
+    held.sum()
+    del held
+    with races.none_found():
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            held = torch.ones(10)
+    held.sum()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(aside):
+        held = torch.ones(1000)
+    torch.cuda.current_stream().wait_stream(aside)
+    with pytest.raises(AssertionError, match="early free"), races.none_found():
+        held.sum()
+        del held
+        with torch.cuda.stream(aside):
+            torch.ones(10)
+
+
+def test_parameters_that_are_given_back_while_another_stream_reads_them_are_found() -> None:
+    def read_aside(module: Any, *_: Any) -> None:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside), torch.no_grad():
+            for param in module.parameters():
+                param.sum()
+
+    aside = torch.cuda.Stream()
+    trainer = Trainer(0, limit_all_gathers=False)
+    trainer.model.module.blocks[0].module.register_forward_hook(read_aside)
+    with pytest.raises(AssertionError, match="race"), races.none_found():
+        for _ in range(2):
+            step(trainer)
+
+
+def test_parameters_that_another_stream_reads_in_order_are_no_fault() -> None:
+    def read_aside(module: Any, *_: Any) -> None:
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside), torch.no_grad():
+            for param in module.parameters():
+                param.sum()
+        torch.cuda.current_stream().wait_stream(aside)
+
+    aside = torch.cuda.Stream()
+    trainer = Trainer(0, limit_all_gathers=False)
+    trainer.model.module.blocks[0].module.register_forward_hook(read_aside)
+    with races.none_found():
+        for _ in range(2):
+            step(trainer)
+
+
+def step_on_the_device_that_is_not_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a stream of the model's device, while the current device is the other."""
+    model = torch.device("cuda", 1)
+    monkeypatch.setattr("tests.races.scenarios.device", lambda: model)
+    with model:
+        trainer = Trainer(0)
+    aside = torch.cuda.Stream(model)
+    aside.wait_stream(torch.cuda.default_stream(model))
+    with torch.cuda.stream(aside), torch.cuda.device(0):
+        for _ in range(2):
+            trainer.model(torch.ones(3, WIDTH, device=model)).square().mean().backward()
+
+
+def test_work_for_the_stream_of_the_wrong_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks for the current stream of the model's device gets one of the other's."""
+    wrong = torch.cuda.Stream(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: wrong)
+    with pytest.raises((AssertionError, RuntimeError), match="race|device"), races.none_found():
+        step_on_the_device_that_is_not_current(monkeypatch)
+
+
+def test_a_model_on_a_device_that_is_not_the_current_one_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with races.none_found():
+        step_on_the_device_that_is_not_current(monkeypatch)
+    assert torch.cuda.current_device() == 0
+
+
+def test_gradients_that_the_host_reads_before_they_are_there_are_found() -> None:
+    with without_waits_of_the_host():
+        early = run("offload, gradients read").reports
+    assert any(line.startswith("race") and line.endswith("on the host") for line in early)
+    assert not run("offload, gradients read").reports
+
+
+def test_a_copy_to_pinned_memory_that_is_read_at_once_is_found() -> None:
+    there: Tensor = torch.ones(8, device="cuda")
+    here = torch.empty(8, device="cpu", pin_memory=True)
+    with pytest.raises(AssertionError, match="copy_ to the host writes"), races.none_found():
+        here.copy_(there, non_blocking=True)
+        assert here.sum() == 8

@@ -1,0 +1,46 @@
+"""On a GPU autograd has a thread of its own, which lets go of a backward that has raised when it comes to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests import simulated_gpu
+
+pytestmark = pytest.mark.skipif(
+    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
+)
+
+if simulated_gpu.is_on():
+    from tests.races.programs import one_of_four
+    from tests.races.scenarios import Trainer, raising_in
+
+
+@pytest.fixture(autouse=True)
+def _one_of_four() -> Iterator[None]:
+    with one_of_four():
+        yield
+
+
+def test_a_forward_waits_while_the_backward_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each storage that autograd's thread gives back lets the script go on meanwhile."""
+    resize, slow = torch.UntypedStorage.resize_, []
+
+    def resize_slowly(storage: Any, nbytes: int) -> Any:
+        if not nbytes and threading.current_thread() is not threading.main_thread():
+            slow.append(nbytes)
+            time.sleep(0.02)
+        return resize(storage, nbytes)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_slowly)
+    trainer = Trainer(0)
+    for _ in range(5):
+        with raising_in(trainer.model.module.blocks[0], "register_full_backward_hook"):
+            trainer.forward().backward()
+        trainer.step()
+    assert slow

@@ -1,0 +1,103 @@
+"""Each wait of a program left out in turn: does anything tell?"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from typing import NamedTuple
+
+from tests.races.programs import PROGRAMS, Wait, run
+
+Kind = tuple[str, str]  # who waits, and for whom
+
+# Programs chosen so that each wait matters in one of them.
+CHOSEN = [
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "two streams",
+    "two streams, two forwards",
+    "two streams, evaluate",
+    "HYBRID_SHARD, no limit, forward prefetch, bf16",
+    "HYBRID_SHARD, step in backward",
+    "_HYBRID_SHARD_ZERO2, step in backward",
+    "offload, gradients read",
+    "offload, write after evaluating",
+    "offload, no limit, forward prefetch",
+    "bf16",
+    "write after a refusal",
+    "raise in backward",
+    "raise in backward, NO_SHARD",
+    "evaluate",
+    "no limit, forward prefetch, bf16",
+    "prefetch after",
+    "no prefetch",
+    "step in backward",
+    "memory taken again",
+    "accumulate, SHARD_GRAD_OP",
+    "replaced",
+    "look at parameters, bf16",
+    "flat",
+    "forward prefetch",
+    "offload, NO_SHARD",
+]
+
+SHOWN = (
+    "what is reduced is the sum of no_sync, whose memory .grad shows: it is given back later than that of other sums"
+)
+NOT_WRITTEN = "a step begins in which nothing was written or given back since the one before, under no_sync"
+IN_PLACE = (
+    "a gradient that is not sharded is reduced in place: no memory is given back, and the last unit's wait would do"
+)
+
+# By program: what waits that order something, and whose absence nothing shows there, are for.
+REASONS: dict[str, dict[Kind, str]] = {
+    "NO_SHARD": {("compute", "post-backward"): IN_PLACE},
+    "raise in backward, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
+    "offload, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
+    "accumulate, SHARD_GRAD_OP": {("compute", "post-backward"): SHOWN, ("unshard", "compute"): NOT_WRITTEN},
+}
+
+
+LIMITER = "the limiter bounds how much is gathered at a time; streams are in order without it"
+
+
+def reasons_of(program: str) -> dict[Kind, str]:
+    arguments = PROGRAMS[program][1]
+    limited = arguments.get("limit_all_gathers", True) and "cpu_offload" not in arguments
+    return REASONS.get(program, {}) | ({("host", "compute"): LIMITER} if limited else {})
+
+
+class Found(NamedTuple):
+    """Of one program: its waits by what came of leaving them out."""
+
+    program: str
+    reports: frozenset[str]  # with all waits
+    waits: list[Wait]
+    known: list[Wait]  # what was waited for was known already
+    implied: list[Wait]  # all work and all memory are in the same order without it, by other waits
+    caught: list[Wait]
+    spare: list[Wait]  # the rest
+
+    def unexplained(self) -> Counter[Kind]:
+        return Counter(wait.kind for wait in self.spare if wait.kind not in reasons_of(self.program))
+
+
+def look(program: str, stride: int = 1) -> Found:
+    """Within ``one_of_four``; of all waits, or of one in so many, always the same ones."""
+    first = zlib.crc32(program.encode()) % stride
+    whole = run(program)
+    found = Found(program, whole.reports, whole.waits[first::stride], [], [], [], [])
+    for nth in range(first, len(whole.waits), stride):
+        wait = whole.waits[nth]
+        if not wait.orders:
+            found.known.append(wait)
+            continue
+        without = run(program, drop=nth)
+        if without.reports - whole.reports:
+            found.caught.append(wait)
+        elif without.order == whole.order:
+            found.implied.append(wait)
+        else:
+            found.spare.append(wait)
+    return found

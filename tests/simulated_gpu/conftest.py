@@ -1,0 +1,17 @@
+"""These tests are about the simulated GPU itself: they run on it, and are skipped elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import simulated_gpu
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents and not simulated_gpu.is_on():
+            item.add_marker(pytest.mark.skip(reason="this process has no simulated GPU: make test-simulated-gpu"))

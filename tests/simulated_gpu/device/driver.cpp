@@ -1,0 +1,212 @@
+#include "driver.h"
+
+#include <cstdio>
+#include <stdexcept>
+#include <unordered_map>
+
+namespace simulated_gpu {
+
+static int64_t dropped = -1, waits, dropped_record = -1, records;
+
+static bool host_goes_on; /* instead of waiting for an event */
+
+/* Of each wait so far. */
+struct wait_made {
+    int waiting, awaited; /* agents */
+    bool orders;          /* something: whoever waits did not know it, and the host neither */
+};
+static std::vector<wait_made> &history = *new std::vector<wait_made>;
+static std::unordered_map<const void *, int> &recorders = *new std::unordered_map<const void *, int>;
+
+void drop_wait(int64_t nth) {
+    holding lock(device_lock);
+    dropped = nth < 0 ? -1 : waits + nth;
+}
+
+int64_t waits_so_far() {
+    return waits;
+}
+
+/* SIMULATED_GPU_WAITS=1 says of every wait on stderr whether it orders anything. */
+static void say_wait(const wait_made &made) {
+    static bool says = setting("SIMULATED_GPU_WAITS", 0) != 0;
+    if (says) {
+        std::string name = name_of_agent(made.waiting);
+        fprintf(stderr, "simulated_gpu: wait %lld of %s %s\n", (long long)waits, name.c_str(),
+                made.orders ? "orders" : "adds nothing");
+    }
+}
+
+/* A stream or the host is about to wait. False: this wait is left out. */
+static bool begin_wait(int waiting, const clock &known_to_it, const void *until) {
+    clock before = known_to_it;
+    merge(before, host_clock());
+    history.push_back({waiting, recorders[until], !knows(before, ((const event *)until)->at)});
+    say_wait(history.back());
+    return waits++ != dropped;
+}
+
+/* A context is the number of its device, counted from 1. Each thread has a stack of them, of which torch sets the top. */
+static thread_local std::vector<void *> pushed;
+
+static void *context_of(int device) {
+    return (void *)(uintptr_t)(device + 1);
+}
+
+} // namespace simulated_gpu
+
+using namespace simulated_gpu;
+
+enum { SUCCESS = 0, INVALID_CONTEXT = 201, NOT_READY = 600, NOT_WHILE_CAPTURING = 900 };
+
+/* What may not be while a stream captures has a number here. */
+template <typename Body> static int result_of(Body body) {
+    try {
+        return body();
+    } catch (const std::runtime_error &) {
+        return NOT_WHILE_CAPTURING;
+    }
+}
+
+extern "C" {
+
+DEVICE_API int cuEventCreate(void **made, unsigned) {
+    if (!has_context()) {
+        return INVALID_CONTEXT;
+    }
+    *made = event_new();
+    return SUCCESS;
+}
+
+DEVICE_API int cuEventDestroy_v2(void *which) {
+    {
+        holding lock(device_lock);
+        recorders.erase(which);
+    }
+    event_free((event *)which);
+    return SUCCESS;
+}
+
+DEVICE_API int cuEventRecord(void *which, void *on) {
+    if (!has_context()) {
+        return INVALID_CONTEXT;
+    }
+    holding lock(device_lock);
+    stream *recorded = stream_of_handle(on, current_device());
+    if (records++ != dropped_record) {
+        event_record((event *)which, recorded);
+    }
+    recorders[which] = recorded->agent;
+    return SUCCESS;
+}
+
+DEVICE_API int cuEventSynchronize(void *which) {
+    holding lock(device_lock);
+    bool waits_for_it = begin_wait(HOST, host_clock(), which) && !host_goes_on;
+    return result_of([&] {
+        if (waits_for_it) {
+            host_wait((event *)which);
+        }
+        return SUCCESS;
+    });
+}
+
+DEVICE_API int cuEventQuery(void *which) {
+    return result_of([&] { return event_query((event *)which) ? SUCCESS : NOT_READY; });
+}
+
+DEVICE_API int cuStreamWaitEvent(void *handle, void *until, unsigned) {
+    if (!has_context()) {
+        return INVALID_CONTEXT;
+    }
+    holding lock(device_lock);
+    stream *waiting = stream_of_handle(handle, current_device());
+    bool waits_for_it = begin_wait(waiting->agent, waiting->now, until);
+    return result_of([&] {
+        if (waits_for_it) {
+            stream_wait(waiting, (event *)until);
+        }
+        return SUCCESS;
+    });
+}
+
+DEVICE_API int cuStreamSynchronize(void *handle) {
+    return result_of([&] {
+        host_wait_stream(stream_of_handle(handle, current_device()));
+        return SUCCESS;
+    });
+}
+
+DEVICE_API int cuStreamIsCapturing(void *handle, int *status) {
+    *status = stream_of_handle(handle, current_device())->capture != 0;
+    return SUCCESS;
+}
+
+DEVICE_API int cuStreamGetCtx(void *handle, void **context) {
+    if (!handle && !has_context()) {
+        return INVALID_CONTEXT;
+    }
+    *context = context_of(stream_of_handle(handle, current_device())->device);
+    return SUCCESS;
+}
+
+DEVICE_API int cuCtxGetCurrent(void **context) {
+    *context = has_context() ? context_of(current_device()) : nullptr;
+    return SUCCESS;
+}
+
+DEVICE_API int cuCtxSetCurrent(void *context) {
+    if (context) {
+        set_device((int)(uintptr_t)context - 1);
+    } else {
+        leave_device();
+    }
+    return SUCCESS;
+}
+
+DEVICE_API int cuCtxPushCurrent_v2(void *context) {
+    void *before = nullptr;
+    cuCtxGetCurrent(&before);
+    pushed.push_back(before);
+    return cuCtxSetCurrent(context);
+}
+
+DEVICE_API int cuCtxPopCurrent_v2(void **context) {
+    if (pushed.empty()) {
+        return INVALID_CONTEXT;
+    }
+    cuCtxGetCurrent(context);
+    cuCtxSetCurrent(pushed.back());
+    pushed.pop_back();
+    return SUCCESS;
+}
+
+DEVICE_API int cuCtxGetDevice(int *device) {
+    if (!has_context()) {
+        return INVALID_CONTEXT;
+    }
+    *device = current_device();
+    return SUCCESS;
+}
+
+/* To try whether anybody sees it. */
+DEVICE_API void simulated_gpu_drop_host_waits(bool drop) {
+    host_goes_on = drop;
+}
+
+/* The nth record from now leaves its event as it was, -1 for none; returns how many there were. */
+DEVICE_API int64_t simulated_gpu_drop_record(int64_t nth) {
+    holding lock(device_lock);
+    dropped_record = nth < 0 ? -1 : records + nth;
+    return records;
+}
+
+/* Of the nth wait since the start: whether it ordered anything, and the agents of both sides. */
+DEVICE_API bool simulated_gpu_wait(int64_t nth, int *waiting, int *awaited) {
+    holding lock(device_lock);
+    const wait_made &made = history.at((size_t)nth);
+    *waiting = made.waiting;
+    *awaited = made.awaited;
+    return made.orders;
+}
+}

@@ -1,0 +1,276 @@
+/* fsdp_c's library of CUDA kernels for the simulated device: its own .cu files, run by tests/native/cuda_emulation.h, with what
+ * each launch touches written down. The only file here that knows fsdp_c.
+ *
+ * Built with the emulation's header included before everything, and with the symbol of table.cu renamed to emulated_kernels. */
+#include <deque>
+#include <memory>
+#include <mutex>
+
+#include "accesses.h"
+#include "driver.h"
+#include "kernels/checksum.h"
+#include "kernels/table.h"
+#include "later.h"
+
+extern "C" const struct kernel_table *emulated_kernels(const char **why);
+
+static const struct kernel_table *inner;
+
+/* Elements from a tensor's first to its last. */
+static int64_t span(const struct tensor_view &view, int64_t numel) {
+    int64_t last = 0;
+    for (int32_t d = 0; view.strides && d < view.ndim; d++) {
+        last += view.sizes[d] > 0 ? (view.sizes[d] - 1) * view.strides[d] : 0;
+    }
+    return view.strides && numel ? last + 1 : numel;
+}
+
+/* Arguments by value, as a launch takes them: with the sizes and strides that they point to. */
+template <typename Argument> class kept {
+  public:
+    kept(const Argument *given, int64_t count) : all(new contents) {
+        all->arguments.assign(given, given + count);
+        for (Argument &each : all->arguments) {
+            keep(each);
+        }
+    }
+    const Argument *data() const {
+        return all->arguments.data();
+    }
+
+  private:
+    struct contents {
+        std::vector<Argument> arguments;
+        std::deque<std::vector<int64_t>> numbers;
+    };
+    std::shared_ptr<contents> all;
+
+    void keep(const int64_t *&numbers, int32_t count) {
+        if (numbers) {
+            numbers = all->numbers.emplace_back(numbers, numbers + count).data();
+        }
+    }
+    void keep(struct tensor_view &view) {
+        keep(view.sizes, view.ndim);
+        keep(view.strides, view.ndim);
+    }
+    void keep(struct pack_source &source) {
+        keep(source.view);
+        keep(source.output_strides, source.view.ndim);
+    }
+    void keep(struct adam_tensor &tensor) {
+        for (struct tensor_view &view : tensor.operands) {
+            keep(view);
+        }
+    }
+    void keep(struct copy_range &) {
+    }
+    void keep(struct byte_range &) {
+    }
+    void keep(int64_t &) {
+    }
+};
+
+/* One launch: what it touches is said first, then it runs. Alone, as the emulation has the state of one thread. */
+class kernel_launch {
+  public:
+    kernel_launch(const char *name, const struct kernel_stream *stream)
+        : at(*stream), on(simulated_gpu::stream_of_handle(stream->cuda_stream, stream->device_index)), alone(mutex()),
+          launch(on, name) {
+        int device;
+        emulated_device = cuCtxGetDevice(&device) == 0 ? device : EMULATED_NO_DEVICE;
+    }
+    void reads(const void *data, int64_t nbytes) {
+        launch.access(data, (size_t)nbytes, simulated_gpu::READ);
+    }
+    void writes(const void *data, int64_t nbytes) {
+        launch.access(data, (size_t)nbytes, simulated_gpu::WRITE);
+    }
+    void reads_source(const struct pack_source &source) {
+        if (source.view.data) {
+            reads(source.view.data, span(source.view, source.numel) * dtype_nbytes(source.view.dtype));
+        }
+    }
+    void reads_all(const struct tensor_view *tensors, const int64_t *numels, int64_t count) {
+        for (int64_t i = 0; i < count; i++) {
+            reads(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
+        }
+    }
+    void writes_all(const struct tensor_view *tensors, const int64_t *numels, int64_t count) {
+        for (int64_t i = 0; i < count; i++) {
+            writes(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
+        }
+    }
+
+    /* At once, or when the stream comes to it. */
+    template <typename Kernel> enum status run(Kernel kernel) {
+        if (!simulated_gpu::is_later(on)) {
+            return kernel(&at);
+        }
+        simulated_gpu::hold(on, [kernel, at = at, device = emulated_device] {
+            std::unique_lock<std::recursive_mutex> alone(mutex());
+            emulated_device = device;
+            kernel(&at);
+        });
+        return STATUS_OK;
+    }
+
+  private:
+    static std::recursive_mutex &mutex() {
+        static std::recursive_mutex made;
+        return made;
+    }
+    struct kernel_stream at;
+    simulated_gpu::stream *on;
+    std::unique_lock<std::recursive_mutex> alone;
+    simulated_gpu::launch launch;
+};
+
+static enum status pack(void *output, enum dtype dtype, int64_t numel, const struct pack_source *sources, int64_t count,
+                        double divisor, const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c pack", stream);
+    for (int64_t i = 0; i < count; i++) {
+        now.reads_source(sources[i]);
+    }
+    now.writes(output, numel * dtype_nbytes(dtype));
+    return now.run([=, kept_sources = kept(sources, count)](const struct kernel_stream *at) {
+        return inner->pack(output, dtype, numel, kept_sources.data(), count, divisor, at);
+    });
+}
+
+static enum status pack_add(void *output, enum dtype dtype, const struct pack_source *sources, int64_t count,
+                            const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c pack_add", stream);
+    int64_t size = dtype_nbytes(dtype);
+    for (int64_t i = 0; i < count; i++) {
+        now.reads_source(sources[i]);
+        if (sources[i].view.data) {
+            now.writes((char *)output + sources[i].offset * size, sources[i].numel * size);
+        }
+    }
+    return now.run([=, kept_sources = kept(sources, count)](const struct kernel_stream *at) {
+        return inner->pack_add(output, dtype, kept_sources.data(), count, at);
+    });
+}
+
+static enum status cast_divide(void *output, enum dtype to, const void *input, enum dtype from, int64_t numel,
+                               double divisor, const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c cast_divide", stream);
+    now.reads(input, numel * dtype_nbytes(from));
+    now.writes(output, numel * dtype_nbytes(to));
+    return now.run([=](const struct kernel_stream *at) {
+        return inner->cast_divide(output, to, input, from, numel, divisor, at);
+    });
+}
+
+static enum status accumulate(void *output, enum dtype to, const void *input, enum dtype from, int64_t numel,
+                              double divisor, const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c accumulate", stream);
+    now.reads(input, numel * dtype_nbytes(from));
+    now.writes(output, numel * dtype_nbytes(to));
+    return now.run(
+        [=](const struct kernel_stream *at) { return inner->accumulate(output, to, input, from, numel, divisor, at); });
+}
+
+static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t count,
+                               const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c copy_ranges", stream);
+    int64_t size = dtype_nbytes(dtype);
+    for (int64_t i = 0; i < count; i++) {
+        now.reads((const char *)ranges[i].input + ranges[i].input_offset * size, ranges[i].numel * size);
+        now.writes((char *)output + ranges[i].output_offset * size, ranges[i].numel * size);
+    }
+    return now.run([=, kept_ranges = kept(ranges, count)](const struct kernel_stream *at) {
+        return inner->copy_ranges(output, dtype, kept_ranges.data(), count, at);
+    });
+}
+
+static enum status fill(void *output, enum dtype dtype, int64_t numel, double value,
+                        const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c fill", stream);
+    now.writes(output, numel * dtype_nbytes(dtype));
+    return now.run([=](const struct kernel_stream *at) { return inner->fill(output, dtype, numel, value, at); });
+}
+
+static enum status norms(void *output, const struct tensor_view *tensors, const int64_t *numels, int64_t count,
+                         double p, void *scratch, const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c norms", stream);
+    bool is_double = count && tensors[0].dtype == DTYPE_FLOAT64;
+    now.reads_all(tensors, numels, count);
+    now.writes(output, count * dtype_nbytes(is_double ? DTYPE_FLOAT64 : DTYPE_FLOAT32));
+    now.writes(scratch, inner->norms_scratch_nbytes(numels, count));
+    return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
+        return inner->norms(output, views.data(), sizes.data(), count, p, scratch, at);
+    });
+}
+
+static int64_t norms_scratch_nbytes(const int64_t *numels, int64_t count) {
+    return inner->norms_scratch_nbytes(numels, count);
+}
+
+static enum status scale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
+                         const void *coefficient, enum dtype dtype, const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c scale", stream);
+    now.reads(coefficient, dtype_nbytes(dtype));
+    now.writes_all(tensors, numels, count);
+    return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
+        return inner->scale(views.data(), sizes.data(), count, coefficient, dtype, at);
+    });
+}
+
+static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
+                           const float *inverse, float *found_inf, const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c unscale", stream);
+    now.reads(inverse, sizeof *inverse);
+    now.writes_all(tensors, numels, count);
+    now.writes(found_inf, sizeof *found_inf);
+    return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
+        return inner->unscale(views.data(), sizes.data(), count, inverse, found_inf, at);
+    });
+}
+
+static enum status checksums(uint64_t *sums, const struct byte_range *ranges, int64_t count,
+                             const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c checksums", stream);
+    for (int64_t i = 0; i < count; i++) {
+        now.reads(ranges[i].data, ranges[i].nbytes);
+    }
+    now.writes(sums, count * (int64_t)sizeof *sums);
+    return now.run([=, kept_ranges = kept(ranges, count)](const struct kernel_stream *at) {
+        return inner->checksums(sums, kept_ranges.data(), count, at);
+    });
+}
+
+static enum status adamw(const struct adam_tensor *tensors, int64_t count, const struct adamw_options *options,
+                         const struct kernel_stream *stream) {
+    kernel_launch now("fsdp_c adamw", stream);
+    now.reads(options->lr_memory, options->lr_memory ? dtype_nbytes(options->lr_dtype) : 0);
+    for (int64_t i = 0; i < count; i++) {
+        for (int operand = 0; operand <= ADAM_MAX_EXP_AVG_SQ; operand++) {
+            const struct tensor_view &view = tensors[i].operands[operand];
+            int64_t nbytes = tensors[i].numel * dtype_nbytes(view.dtype);
+            if (operand == ADAM_GRAD) {
+                now.reads(view.data, nbytes);
+            } else {
+                now.writes(view.data, nbytes);
+            }
+        }
+        now.writes(tensors[i].step, sizeof(float));
+    }
+    return now.run([=, kept_tensors = kept(tensors, count), numbers = *options](const struct kernel_stream *at) {
+        return inner->adamw(kept_tensors.data(), count, &numbers, at);
+    });
+}
+
+static const char *device_error() {
+    return inner->device_error();
+}
+
+extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
+    static const struct kernel_table table = {
+        KERNEL_TABLE_VERSION, pack,  pack_add, cast_divide, accumulate, copy_ranges,  fill, norms,
+        norms_scratch_nbytes, scale, unscale,  checksums,   adamw,      device_error,
+    };
+    inner = emulated_kernels(why);
+    return inner ? &table : nullptr;
+}

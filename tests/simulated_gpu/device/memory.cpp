@@ -1,0 +1,417 @@
+#include "memory.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+
+#include "accesses.h"
+#include "graph.h"
+#include "later.h"
+
+namespace simulated_gpu {
+
+/* torch's: c10/core/AllocatorConfig.h */
+enum : size_t {
+    UNIT = 512,
+    SMALL = 1 << 20,
+    SMALL_SEGMENT = 2 << 20,
+    LARGE = 10 << 20,
+    LARGE_SEGMENT = 20 << 20,
+    LARGE_UNIT = 2 << 20
+};
+enum : size_t { PAGE = 4096 };
+
+struct block {
+    uintptr_t at;
+    size_t nbytes, requested;
+    stream *owner;
+    bool used, waiting, small;
+    pool_id pool;
+    uintptr_t segment;
+    std::set<stream *> users; /* other streams that it was recorded on */
+};
+
+struct waiting_block {
+    uintptr_t at;
+    std::vector<event> until;
+};
+
+struct segment {
+    size_t nbytes;
+    int device;
+};
+
+using block_map = std::map<uintptr_t, block>;
+static block_map &blocks = *new block_map;
+static std::map<uintptr_t, segment> &segments = *new std::map<uintptr_t, segment>;
+static std::map<uint64_t, int> kept_pools; /* by their second number: how often */
+static std::vector<waiting_block> &waiting = *new std::vector<waiting_block>;
+static memory_stats stats[MOST_DEVICES];
+static double fractions[MOST_DEVICES] = {1, 1, 1, 1, 1, 1, 1, 1};
+static thread_local std::vector<pool_id> pools_of_thread[MOST_DEVICES];
+
+static size_t rounded(size_t nbytes, size_t unit) {
+    return (nbytes + unit - 1) / unit * unit;
+}
+
+static void add(int64_t &current, int64_t &peak, size_t nbytes) {
+    current += (int64_t)nbytes;
+    peak = std::max(peak, current);
+}
+
+static void poison(uintptr_t at, size_t nbytes) {
+    memset((void *)at, 0xff, nbytes); /* NaN of every floating-point type */
+}
+
+/* What was launched with the memory, and is held, runs before. */
+static void poison_behind(stream *owner, uintptr_t at, size_t nbytes) {
+    if (is_late(owner)) {
+        hold(owner, [=] { poison(at, nbytes); });
+    } else {
+        poison(at, nbytes);
+    }
+}
+
+/* ---- blocks ---- */
+
+static bool can_join(const block &one, const block &other) {
+    return one.segment == other.segment && !one.used && !other.used && !one.waiting && !other.waiting;
+}
+
+/* To the free ones, where it joins its neighbours. */
+static void give_back(uintptr_t at) {
+    auto it = blocks.find(at);
+    if (it->second.waiting) {
+        poison_behind(it->second.owner, at, it->second.nbytes);
+    }
+    it->second.waiting = false;
+    stats[it->second.owner->device].active -= (int64_t)it->second.nbytes;
+    auto next = std::next(it);
+    if (next != blocks.end() && can_join(it->second, next->second)) {
+        it->second.nbytes += next->second.nbytes;
+        blocks.erase(next);
+    }
+    if (it != blocks.begin() && can_join(std::prev(it)->second, it->second)) {
+        std::prev(it)->second.nbytes += it->second.nbytes;
+        blocks.erase(it);
+    }
+}
+
+/* Gives back those whose users are known to be through; with `all` the host waits for them. */
+static void look_at_waiting(bool all) {
+    std::vector<waiting_block> still;
+    for (waiting_block &each : waiting) {
+        bool is_over = true;
+        for (event &until : each.until) {
+            if (all) {
+                host_wait(&until);
+            }
+            is_over = is_over && knows(host_clock(), until.at);
+        }
+        if (is_over) {
+            give_back(each.at);
+        } else {
+            still.push_back(each);
+        }
+    }
+    waiting.swap(still);
+}
+
+static size_t segment_nbytes(size_t nbytes) {
+    return nbytes <= SMALL ? SMALL_SEGMENT : nbytes < LARGE ? LARGE_SEGMENT : rounded(nbytes, LARGE_UNIT);
+}
+
+static bool should_split(const block &found, size_t nbytes) {
+    size_t rest = found.nbytes - nbytes;
+    return found.small ? rest >= UNIT : rest > SMALL;
+}
+
+static block_map::iterator best_fit(size_t nbytes, stream *on, pool_id pool) {
+    auto best = blocks.end();
+    for (auto it = blocks.begin(); it != blocks.end(); ++it) {
+        const block &each = it->second;
+        if (!each.used && !each.waiting && each.owner == on && each.small == (nbytes <= SMALL) && each.pool == pool &&
+            each.nbytes >= nbytes && (best == blocks.end() || each.nbytes < best->second.nbytes)) {
+            best = it;
+        }
+    }
+    return best;
+}
+
+static block_map::iterator new_segment(size_t nbytes, stream *on, pool_id pool) {
+    size_t size = segment_nbytes(nbytes);
+    memory_stats &of_device = stats[on->device];
+    if ((double)of_device.reserved + (double)size > fractions[on->device] * (double)total_memory()) {
+        return blocks.end();
+    }
+    void *fresh = aligned_alloc(PAGE, size);
+    if (!fresh) {
+        return blocks.end();
+    }
+    uintptr_t at = (uintptr_t)fresh;
+    poison(at, size);
+    segments[at] = {size, on->device};
+    of_device.num_device_alloc++;
+    add(of_device.reserved, of_device.reserved_peak, size);
+    return blocks.insert({at, {at, size, 0, on, false, false, nbytes <= SMALL, pool, at, {}}}).first;
+}
+
+/* The rest of a block that is larger than what is asked of it becomes a block of its own. */
+static void cut(block &given, size_t nbytes) {
+    if (should_split(given, nbytes)) {
+        block rest = given;
+        rest.at += nbytes;
+        rest.nbytes -= nbytes;
+        given.nbytes = nbytes;
+        blocks.insert({rest.at, rest});
+    }
+}
+
+void empty_cache() {
+    holding lock(device_lock);
+    look_at_waiting(true);
+    for (auto it = blocks.begin(); it != blocks.end();) {
+        const block &each = it->second;
+        bool is_kept = kept_pools.count(each.pool.second) != 0;
+        if (each.used || each.waiting || is_kept || segments[each.segment].nbytes != each.nbytes) {
+            ++it;
+            continue;
+        }
+        int device = each.owner->device;
+        host_wait_device(device); /* as cudaFree does */
+        stats[device].reserved -= (int64_t)each.nbytes;
+        stats[device].num_device_free++;
+        forget(each.at, each.at + each.nbytes);
+        segments.erase(each.segment);
+        free((void *)each.at);
+        it = blocks.erase(it);
+    }
+}
+
+/* What comes next on the stream comes after this. */
+static clock known_to(const stream *on) {
+    clock both = on->now;
+    merge(both, host_clock());
+    return both;
+}
+
+void *device_alloc(size_t requested, int device, stream *on) {
+    holding lock(device_lock);
+    if (requested == 0) {
+        return nullptr;
+    }
+    size_t nbytes = rounded(requested, UNIT);
+    memory_stats &of_device = stats[device];
+    clock known_now = known_to(on);
+    check_frees(known_now, on->agent);
+    log_alloc(known_now, on->agent);
+    pool_id pool = pools_of_thread[device].empty() ? pool_id{0, 0} : pools_of_thread[device].back();
+    if (const graph *capturing = graph_of(on->capture)) {
+        pool = capturing->pool();
+    }
+    look_at_waiting(false);
+    auto find = [&] {
+        auto found = best_fit(nbytes, on, pool);
+        return found == blocks.end() ? new_segment(nbytes, on, pool) : found;
+    };
+    auto found = find();
+    if (found == blocks.end()) {
+        of_device.num_alloc_retries++;
+        empty_cache();
+        found = find();
+    }
+    if (found == blocks.end()) {
+        of_device.num_ooms++;
+        return nullptr;
+    }
+    block &given = found->second;
+    cut(given, nbytes);
+    given.used = true;
+    given.requested = requested;
+    given.users.clear();
+    of_device.num_allocs++;
+    add(of_device.allocated, of_device.allocated_peak, given.nbytes);
+    add(of_device.active, of_device.active_peak, given.nbytes);
+    add(of_device.requested, of_device.requested_peak, requested);
+    return (void *)given.at;
+}
+
+/* The allocator waits for those recorded as users. Whoever gives back under the owner may take memory there next. */
+static bool users_are_through(const block &freed) {
+    clock known_then = known_to(freed.owner);
+    for (const stream *user : freed.users) {
+        merge(known_then, user->now);
+    }
+    bool all_over = note_free(freed.at, freed.at + freed.nbytes, known_then, freed.owner->agent);
+    if (current_stream(freed.owner->device) == freed.owner) {
+        clock known_now = known_to(freed.owner);
+        check_frees(known_now, freed.owner->agent);
+        log_alloc(known_now, freed.owner->agent);
+    }
+    return all_over;
+}
+
+void device_free(void *given) {
+    holding lock(device_lock);
+    if (!given) {
+        return;
+    }
+    block &freed = blocks.at((uintptr_t)given);
+    memory_stats &of_device = stats[freed.owner->device];
+    of_device.allocated -= (int64_t)freed.nbytes;
+    of_device.requested -= (int64_t)freed.requested;
+    bool is_through = users_are_through(freed);
+    freed.used = false;
+    freed.users.erase(freed.owner);
+    if (freed.users.empty()) {
+        if (is_through || !is_anyone_late()) {
+            poison_behind(freed.owner, freed.at, freed.nbytes);
+        } /* or work that is put off still uses it, and what comes next here waits for that, or is reported */
+        give_back(freed.at);
+        return;
+    }
+    if (!is_anyone_late()) {
+        poison(freed.at, freed.nbytes);
+    }
+    freed.waiting = true;
+    waiting.push_back({freed.at, {}});
+    for (stream *user : freed.users) {
+        event_record(&waiting.back().until.emplace_back(), user);
+    }
+}
+
+void record_stream(void *memory, stream *user) {
+    holding lock(device_lock);
+    auto found = blocks.find((uintptr_t)memory);
+    if (found != blocks.end()) {
+        found->second.users.insert(user);
+    }
+}
+
+int device_of_memory(const void *memory) {
+    holding lock(device_lock);
+    auto after = segments.upper_bound((uintptr_t)memory);
+    if (after == segments.begin()) {
+        return -1;
+    }
+    --after;
+    return (uintptr_t)memory < after->first + after->second.nbytes ? after->second.device : -1;
+}
+
+memory_stats stats_of(int device) {
+    holding lock(device_lock);
+    return stats[device];
+}
+
+void reset_peaks(int device) {
+    holding lock(device_lock);
+    memory_stats &of_device = stats[device];
+    of_device.allocated_peak = of_device.allocated;
+    of_device.requested_peak = of_device.requested;
+    of_device.reserved_peak = of_device.reserved;
+    of_device.active_peak = of_device.active;
+}
+
+size_t total_memory() {
+    return (size_t)setting("SIMULATED_GPU_MEMORY", (int64_t)8 << 30);
+}
+
+void set_fraction(double fraction, int device) {
+    fractions[device] = fraction;
+}
+
+/* ---- pools: one that nobody holds keeps its memory until the cache is emptied ---- */
+
+pool_id new_pool() {
+    holding lock(device_lock);
+    static uint64_t last;
+    return {0, ++last};
+}
+
+void keep_pool(pool_id pool) {
+    kept_pools[pool.second]++;
+}
+
+void release_pool(pool_id pool) {
+    if (--kept_pools[pool.second] == 0) {
+        kept_pools.erase(pool.second);
+    }
+}
+
+void begin_pool(int device, pool_id pool) {
+    pools_of_thread[device].push_back(pool);
+}
+
+void end_pool(int device, pool_id pool) {
+    std::vector<pool_id> &begun = pools_of_thread[device];
+    auto found = std::find(begun.rbegin(), begun.rend(), pool);
+    if (found != begun.rend()) {
+        begun.erase(std::next(found).base());
+    }
+}
+
+/* ---- pinned memory ---- */
+
+static std::map<uintptr_t, size_t> &pinned = *new std::map<uintptr_t, size_t>;
+static std::mutex pinned_lock; /* of the map: threads of gloo ask, while one that holds device_lock waits for them */
+static std::atomic<int64_t> num_pinned;
+
+void *pinned_alloc(size_t nbytes) {
+    void *fresh = nbytes ? aligned_alloc(PAGE, rounded(nbytes, PAGE)) : nullptr;
+    if (fresh) {
+        poison((uintptr_t)fresh, nbytes);
+        std::lock_guard<std::mutex> lock(pinned_lock);
+        pinned[(uintptr_t)fresh] = nbytes;
+        num_pinned++;
+    }
+    return fresh;
+}
+
+/* Its size; 0 if it is not pinned. */
+static size_t take_pinned(uintptr_t at) {
+    std::lock_guard<std::mutex> lock(pinned_lock);
+    auto found = pinned.find(at);
+    if (found == pinned.end()) {
+        return 0;
+    }
+    size_t nbytes = found->second;
+    pinned.erase(found);
+    num_pinned--;
+    return nbytes;
+}
+
+/* torch's allocator keeps it until the streams that copied are through, so that nobody gets it early. */
+void pinned_free(void *memory) {
+    size_t nbytes = take_pinned((uintptr_t)memory);
+    if (!nbytes) {
+        return;
+    }
+    holding lock(device_lock);
+    run_all_held(-1);
+    forget((uintptr_t)memory, (uintptr_t)memory + nbytes);
+    poison((uintptr_t)memory, nbytes);
+    free(memory);
+}
+
+bool is_pinned(const void *memory) {
+    if (!any_pinned()) {
+        return false;
+    }
+    std::lock_guard<std::mutex> lock(pinned_lock);
+    auto after = pinned.upper_bound((uintptr_t)memory);
+    if (after == pinned.begin()) {
+        return false;
+    }
+    --after;
+    return (uintptr_t)memory < after->first + after->second;
+}
+
+bool any_pinned() {
+    return num_pinned > 0;
+}
+
+} // namespace simulated_gpu

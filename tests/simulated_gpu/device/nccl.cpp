@@ -1,0 +1,439 @@
+/* ProcessGroupNCCL of the simulated device, and gloo for its tensors, which a torch built for the CPU leaves out.
+ *
+ * gloo moves the bytes at the call; streams give the order, as NCCL's: with async_op a collective runs on a stream of the group's
+ * own that waits for the current one, and wait() makes the then current stream wait while the host goes on; without, on the
+ * current stream itself. A reduction adds the ranks' parts in their order, in the tensor's dtype. Through gloo the host waits for
+ * what a collective reads. */
+#include "nccl.h"
+
+#include <pybind11/chrono.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "later.h"
+#include "tensors.h"
+
+namespace simulated_gpu {
+
+using at::Tensor;
+using c10d::Backend;
+using c10d::OpType;
+using c10d::ReduceOp;
+using Tensors = std::vector<Tensor>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+class device_work final : public c10d::Work {
+  public:
+    device_work(int rank, OpType type, int device_index, Tensors results)
+        : Work(rank, type), device(device_index), outputs(std::move(results)) {
+        std::vector<c10::Device> devices = {device_of_index(device)};
+        future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+    }
+    bool isCompleted() override {
+        return event_query(&done);
+    }
+    bool isSuccess() const override {
+        return true;
+    }
+    bool wait(std::chrono::milliseconds) override {
+        synchronize();
+        return true;
+    }
+    void synchronize() override {
+        stream_wait(current_stream(device), &done);
+        if (blocks) {
+            host_wait(&done);
+        }
+        kept.clear();
+    }
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+        return future;
+    }
+    Tensors result() override {
+        return outputs;
+    }
+
+    /* The collective is enqueued. Whoever follows the future with a callback is under a stream that comes after it. */
+    void finish(stream *on) {
+        event_record(&done, on);
+        c10::StreamGuard guard(torch_stream(on));
+        future->markCompleted(c10::IValue(outputs));
+    }
+
+    int device;
+    bool blocks = false; /* a barrier: the host waits */
+    event done{};
+    Tensors outputs;
+    Tensors kept; /* what the collective uses, until somebody has waited */
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+};
+
+struct nccl_options : Backend::Options {
+    explicit nccl_options(bool is_high = false)
+        : Options("nccl", std::chrono::minutes(10)), is_high_priority_stream(is_high) {
+    }
+    bool is_high_priority_stream;
+};
+
+class device_backend final : public Backend {
+  public:
+    device_backend(c10::intrusive_ptr<Backend> inner, c10::intrusive_ptr<nccl_options> given, const char *named)
+        : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), options(std::move(given)), name(named),
+          through_host(name == "gloo") {
+    }
+
+    const std::string getBackendName() const override {
+        return name;
+    }
+    c10::intrusive_ptr<Options> getBackendOptions() override {
+        return options;
+    }
+    bool supportsCoalescing() const override {
+        return true;
+    }
+    void setSequenceNumberForGroup() override {
+    }
+    uint64_t getSequenceNumberForGroup() override {
+        return sequence;
+    }
+
+    WorkPtr _allgather_base(Tensor &output, Tensor &input, const c10d::AllgatherOptions &opts) override {
+        return collective(OpType::_ALLGATHER_BASE, {input}, {output}, opts.asyncOp,
+                          [this](const Tensors &in, const Tensors &out) { gather_into(out[0], in[0]); });
+    }
+    WorkPtr allgather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::AllgatherOptions &opts) override {
+        return collective(OpType::ALLGATHER, inputs, outputs.at(0), opts.asyncOp,
+                          [this](const Tensors &in, const Tensors &out) { put_all(out, gathered(in.at(0))); });
+    }
+    WorkPtr allgather_into_tensor_coalesced(Tensors &outputs, Tensors &inputs,
+                                            const c10d::AllgatherOptions &opts) override {
+        return collective(OpType::COALESCED, inputs, outputs, opts.asyncOp,
+                          [this](const Tensors &in, const Tensors &out) {
+                              for (size_t i = 0; i < in.size(); i++) {
+                                  gather_into(out[i], in[i]);
+                              }
+                          });
+    }
+    WorkPtr _reduce_scatter_base(Tensor &output, Tensor &input, const c10d::ReduceScatterOptions &opts) override {
+        return collective(
+            OpType::_REDUCE_SCATTER_BASE, {input}, {output}, opts.asyncOp,
+            [this, op = opts.reduceOp](const Tensors &in, const Tensors &out) { scatter_sum(out[0], in[0], op); });
+    }
+    WorkPtr reduce_scatter(Tensors &outputs, std::vector<Tensors> &inputs,
+                           const c10d::ReduceScatterOptions &opts) override {
+        return collective(OpType::REDUCE_SCATTER, inputs.at(0), outputs, opts.asyncOp,
+                          [this, op = opts.reduceOp](const Tensors &in, const Tensors &out) {
+                              Tensors flat;
+                              for (const Tensor &each : in) {
+                                  flat.push_back(each.reshape({-1}));
+                              }
+                              scatter_sum(out.at(0), at::cat(flat), op);
+                          });
+    }
+    WorkPtr reduce_scatter_tensor_coalesced(Tensors &outputs, Tensors &inputs,
+                                            const c10d::ReduceScatterOptions &opts) override {
+        return collective(OpType::COALESCED, inputs, outputs, opts.asyncOp,
+                          [this, op = opts.reduceOp](const Tensors &in, const Tensors &out) {
+                              for (size_t i = 0; i < in.size(); i++) {
+                                  scatter_sum(out[i], in[i], op);
+                              }
+                          });
+    }
+    WorkPtr allreduce(Tensors &tensors, const c10d::AllreduceOptions &opts) override {
+        return collective(OpType::ALLREDUCE, {}, tensors, opts.asyncOp,
+                          [this, op = opts.reduceOp](const Tensors &, const Tensors &out) {
+                              for (const Tensor &each : out) {
+                                  put(each, reduced(gathered(each), op));
+                              }
+                          });
+    }
+    WorkPtr allreduce_coalesced(Tensors &tensors, const c10d::AllreduceCoalescedOptions &opts) override {
+        c10d::AllreduceOptions plain;
+        plain.reduceOp = opts.reduceOp;
+        plain.asyncOp = opts.asyncOp;
+        return allreduce(tensors, plain);
+    }
+    WorkPtr reduce(Tensors &tensors, const c10d::ReduceOptions &opts) override {
+        return collective(OpType::REDUCE, {}, tensors, opts.asyncOp, [this, opts](const Tensors &, const Tensors &out) {
+            Tensor whole = reduced(gathered(out.at(0)), opts.reduceOp);
+            if (getRank() == opts.rootRank) {
+                put(out[0], whole);
+            }
+        });
+    }
+    WorkPtr broadcast(Tensors &tensors, const c10d::BroadcastOptions &opts) override {
+        return collective(OpType::BROADCAST, {}, tensors, opts.asyncOp,
+                          [this, root = (size_t)opts.rootRank](const Tensors &, const Tensors &out) {
+                              put(out.at(0), gathered(out[0]).at(root));
+                          });
+    }
+    WorkPtr gather(std::vector<Tensors> &outputs, Tensors &inputs, const c10d::GatherOptions &opts) override {
+        Tensors into = outputs.empty() ? Tensors() : outputs[0];
+        return collective(OpType::GATHER, inputs, into, opts.asyncOp,
+                          [this](const Tensors &in, const Tensors &out) { put_all(out, gathered(in.at(0))); });
+    }
+    WorkPtr scatter(Tensors &outputs, std::vector<Tensors> &inputs, const c10d::ScatterOptions &opts) override {
+        return collective(OpType::SCATTER, inputs.empty() ? Tensors() : inputs[0], outputs, opts.asyncOp,
+                          [this, root = (int)opts.rootRank](const Tensors &in, const Tensors &out) {
+                              scatter_from(root, in, out.at(0));
+                          });
+    }
+    WorkPtr alltoall_base(Tensor &output, Tensor &input, std::vector<int64_t> &to, std::vector<int64_t> &from,
+                          const c10d::AllToAllOptions &opts) override {
+        return collective(OpType::ALLTOALL_BASE, {input}, {output}, opts.asyncOp,
+                          [this, to, from](const Tensors &in, const Tensors &out) mutable {
+                              Tensor into = at::empty_like(out[0]), source = in[0].contiguous();
+                              gloo->alltoall_base(into, source, to, from)->wait();
+                              put(out[0], into);
+                          });
+    }
+    WorkPtr alltoall(Tensors &outputs, Tensors &inputs, const c10d::AllToAllOptions &opts) override {
+        return collective(OpType::ALLTOALL, inputs, outputs, opts.asyncOp,
+                          [this](const Tensors &in, const Tensors &out) {
+                              for (int source = 0; source < getSize(); source++) {
+                                  scatter_from(source, in, out.at((size_t)source));
+                              }
+                          });
+    }
+    WorkPtr send(Tensors &tensors, int peer, int tag) override {
+        return collective(OpType::SEND, tensors, {}, true, [this, peer, tag](const Tensors &in, const Tensors &) {
+            Tensors from = {bytes(in.at(0)).clone()};
+            sent.push_back({gloo->send(from, peer, tag), from});
+        });
+    }
+    WorkPtr recv(Tensors &tensors, int peer, int tag) override {
+        return collective(OpType::RECV, {}, tensors, true, [this, peer, tag](const Tensors &, const Tensors &out) {
+            Tensors into = {at::empty_like(bytes(out.at(0)))};
+            gloo->recv(into, peer, tag)->wait();
+            put(out[0], from_bytes(into[0], out[0]));
+        });
+    }
+    WorkPtr barrier(const c10d::BarrierOptions &) override {
+        auto work = collective(OpType::BARRIER, {}, {}, true,
+                               [this](const Tensors &, const Tensors &) { gloo->barrier()->wait(); });
+        static_cast<device_work *>(work.get())->blocks = true;
+        return work;
+    }
+    void startCoalescing() override {
+    }
+    /* Each collective was enqueued at its call: the last one's end is that of all. */
+    WorkPtr endCoalescing() override {
+        return collective(OpType::COALESCED, {}, {}, true, [](const Tensors &, const Tensors &) {});
+    }
+
+  private:
+    /* What a collective does, given its inputs and outputs as tensors of the CPU on the device's memory. */
+    using collective_body = std::function<void(const Tensors &inputs, const Tensors &outputs)>;
+
+    c10::intrusive_ptr<Backend> gloo;
+    c10::intrusive_ptr<nccl_options> options;
+    std::string name;
+    bool through_host;
+    std::vector<std::pair<WorkPtr, Tensors>> sent; /* gloo reads them later */
+    uint64_t sequence = 0;
+    stream *streams[MOST_DEVICES] = {};
+
+    WorkPtr collective(OpType type, const Tensors &inputs, const Tensors &outputs, bool async_op,
+                       collective_body body) {
+        check(inputs);
+        check(outputs);
+        const Tensors &some = outputs.empty() ? inputs : outputs;
+        int device = some.empty() ? current_device() : some.back().device().index();
+        stream *current = current_stream(device);
+        auto work = c10::make_intrusive<device_work>(getRank(), type, device, outputs);
+        stream *on = async_op || through_host ? stream_after(current) : current;
+        if (on != current) {
+            work->kept = inputs;
+            work->kept.insert(work->kept.end(), outputs.begin(), outputs.end());
+        }
+        {
+            launch launch(on, c10d::opTypeToString(type).c_str());
+            for (const Tensor &each : inputs) {
+                touch(launch, each, READ);
+            }
+            for (const Tensor &each : outputs) {
+                touch(launch, each, WRITE);
+            }
+        }
+        /* The group lives as long as what it has enqueued. */
+        auto run = [group = c10::intrusive_ptr<device_backend>::reclaim_copy(this), body = std::move(body),
+                    in = as_cpu_all(inputs), out = as_cpu_all(outputs)] {
+            at::AutoDispatchBelowADInplaceOrView below;
+            body(in, out);
+        };
+        if (through_host) {
+            host_wait_stream(on);
+            run();
+        } else {
+            run_or_hold(on, run);
+        }
+        sequence++;
+        work->finish(on);
+        return work;
+    }
+
+    /* The group's own, behind what was enqueued on the current one. */
+    stream *stream_after(stream *current) {
+        stream *&own = streams[current->device];
+        if (!own) {
+            own = stream_from_pool(current->device, options->is_high_priority_stream ? -1 : 0);
+        }
+        event before{};
+        event_record(&before, current);
+        stream_wait(own, &before);
+        return own;
+    }
+
+    void check(const Tensors &tensors) const {
+        for (const Tensor &each : tensors) {
+            TORCH_CHECK(each.is_cuda() && each.is_non_overlapping_and_dense(), name,
+                        " takes dense tensors of the GPU alone here");
+        }
+    }
+
+    static Tensors as_cpu_all(const Tensors &tensors) {
+        Tensors all;
+        for (const Tensor &each : tensors) {
+            all.push_back(as_cpu(each));
+        }
+        return all;
+    }
+
+    static Tensor bytes(const Tensor &tensor) {
+        return tensor.contiguous().view({-1}).view(at::kByte);
+    }
+    static Tensor from_bytes(const Tensor &raw, const Tensor &like) {
+        return raw.view(like.scalar_type()).view(like.sizes());
+    }
+    static void put(const Tensor &into, const Tensor &value) {
+        into.copy_(value.view(into.sizes()));
+    }
+    static void put_all(const Tensors &into, const Tensors &values) {
+        for (size_t i = 0; i < into.size(); i++) {
+            put(into[i], values[i]);
+        }
+    }
+
+    /* The root's own tensors go to the ranks in their order. */
+    void scatter_from(int root, const Tensors &parts, const Tensor &into) {
+        Tensors received = {bytes(into).clone()};
+        std::vector<Tensors> from(root == getRank() ? 1 : 0);
+        for (size_t i = 0; root == getRank() && i < parts.size(); i++) {
+            from[0].push_back(bytes(parts[i]));
+        }
+        c10d::ScatterOptions plain;
+        plain.rootRank = root;
+        gloo->scatter(received, from, plain)->wait();
+        put(into, from_bytes(received[0], into));
+    }
+
+    Tensors gathered(const Tensor &input) {
+        Tensors from = {bytes(input)};
+        std::vector<Tensors> into(1);
+        for (int i = 0; i < getSize(); i++) {
+            into[0].push_back(at::empty_like(from[0]));
+        }
+        if (from[0].numel()) {
+            gloo->allgather(into, from)->wait();
+        }
+        for (Tensor &each : into[0]) {
+            each = from_bytes(each, input);
+        }
+        return into[0];
+    }
+    void gather_into(const Tensor &output, const Tensor &input) {
+        Tensors parts;
+        for (const Tensor &each : gathered(input)) {
+            parts.push_back(each.reshape({-1}));
+        }
+        put(output, at::cat(parts));
+    }
+    void scatter_sum(const Tensor &output, const Tensor &input, const ReduceOp &op) {
+        Tensors own;
+        for (const Tensor &each : gathered(input)) {
+            own.push_back(each.reshape({getSize(), -1})[getRank()]);
+        }
+        put(output, reduced(own, op));
+    }
+    Tensor reduced(const Tensors &parts, const ReduceOp &op) const {
+        Tensor whole = parts.at(0).clone();
+        for (size_t i = 1; i < parts.size(); i++) {
+            whole = combined(whole, parts[i], op);
+        }
+        return op == ReduceOp::AVG ? whole.div_(getSize()) : whole;
+    }
+    static Tensor combined(const Tensor &whole, const Tensor &part, const ReduceOp &op) {
+        switch (op) {
+        case ReduceOp::SUM:
+        case ReduceOp::AVG:
+            return at::add(whole, part);
+        case ReduceOp::PRODUCT:
+            return at::mul(whole, part);
+        case ReduceOp::MIN:
+            return at::minimum(whole, part);
+        case ReduceOp::MAX:
+            return at::maximum(whole, part);
+        case ReduceOp::BAND:
+            return at::bitwise_and(whole, part);
+        case ReduceOp::BOR:
+            return at::bitwise_or(whole, part);
+        default:
+            TORCH_CHECK(false, "this reduction is not simulated");
+        }
+    }
+};
+
+/* What DDP measures by: the host's time at each moment. */
+class reducer_timer final : public c10d::Timer {
+  public:
+    explicit reducer_timer(c10::Device) {
+    }
+    std::optional<int64_t> measureDifference(Event start, Event end) override {
+        std::optional<int64_t> from = getTimestamp(start), to = getTimestamp(end);
+        return from && to ? std::optional<int64_t>(*to - *from) : std::nullopt;
+    }
+};
+
+[[maybe_unused]] static const bool registered = [] {
+    c10d::TimerRegistry()->Register(c10::kCUDA, [](c10::Device device) -> std::unique_ptr<c10d::Timer> {
+        return std::make_unique<reducer_timer>(device);
+    });
+    return true;
+}();
+
+void bind_nccl(pybind11::module_ &module) {
+    namespace py = pybind11;
+    py::module_ c10d = py::module_::import("torch._C._distributed_c10d");
+    py::object backend = c10d.attr("Backend"), gloo = c10d.attr("ProcessGroupGloo");
+    auto over_gloo = [gloo](const py::object &store, int rank, int size, c10::intrusive_ptr<nccl_options> options) {
+        if (!options) {
+            options = c10::make_intrusive<nccl_options>();
+        }
+        py::object inner = gloo(store, rank, size, py::cast(options->timeout));
+        return c10::make_intrusive<device_backend>(inner.cast<c10::intrusive_ptr<Backend>>(), options, "nccl");
+    };
+    py::class_<nccl_options, c10::intrusive_ptr<nccl_options>>(module, "NCCLOptions", backend.attr("Options"))
+        .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)
+        .def_readwrite("is_high_priority_stream", &nccl_options::is_high_priority_stream);
+    py::class_<device_backend, c10::intrusive_ptr<device_backend>>(module, "ProcessGroupNCCL", backend)
+        .def(py::init(over_gloo), py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("options"))
+        .def_static("of_gloo",
+                    [](const c10::intrusive_ptr<Backend> &inner) {
+                        return c10::make_intrusive<device_backend>(inner, c10::make_intrusive<nccl_options>(), "gloo");
+                    })
+        .def_static("over",
+                    [](const c10::intrusive_ptr<Backend> &inner) {
+                        return c10::make_intrusive<device_backend>(inner, c10::make_intrusive<nccl_options>(), "nccl");
+                    })
+        .def("_group_start", [](device_backend &) {})
+        .def("_group_end", [](device_backend &) {})
+        .def("_start_coalescing", &device_backend::startCoalescing)
+        .def("_end_coalescing", &device_backend::endCoalescing)
+        .def("_is_initialized", [](device_backend &) { return true; })
+        .def("perform_nocolor_split", [](device_backend &, const py::object &) {});
+}
+
+} // namespace simulated_gpu

@@ -1,0 +1,604 @@
+/* The operators of device type CUDA: those of the CPU on the same memory, with what they touch written down.
+ *
+ * Memory, views and copies are done here by themselves. Every other operator takes the one way of device_call: its tensors become
+ * tensors of the CPU on the same memory, the CPU's kernel runs, and its results become tensors of the device. */
+#include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/Resize.h>
+#include <ATen/ops/_local_scalar_dense.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/copy_native.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include "graph.h"
+#include "held_operator.h"
+#include "later.h"
+#include "tensors.h"
+
+namespace simulated_gpu {
+
+using at::IntArrayRef;
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+using names = std::unordered_set<std::string>;
+
+static stream *current_stream_of(const Tensor &tensor) {
+    return current_stream(tensor.device().index());
+}
+
+/* ---- memory and views ---- */
+
+static Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+    c10::OptionalDeviceGuard guard(device);
+    return at::detail::empty_generic(size, c10::GetAllocator(c10::kCUDA), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                     c10::dtype_or_default(dtype), format);
+}
+
+static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                            std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+    c10::OptionalDeviceGuard guard(device);
+    return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kCUDA),
+                                             c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+}
+
+/* A tensor may show more than its storage holds once its sizes or its storage were set. */
+static void make_room(const Tensor &tensor) {
+    size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                                     (size_t)tensor.storage_offset());
+    if (tensor.numel() && needed > tensor.storage().nbytes()) {
+        resize_storage(tensor.storage().unsafeGetStorageImpl(), needed);
+    }
+}
+
+static const Tensor &resize_(const Tensor &self, IntArrayRef size, std::optional<at::MemoryFormat> format) {
+    if (self.sizes() != size) {
+        self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+    }
+    make_room(self);
+    if (format) {
+        self.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+    }
+    return self;
+}
+
+static Tensor &set_storage(Tensor &self, at::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+    c10::TensorImpl *impl = self.unsafeGetTensorImpl();
+    impl->set_storage_keep_dtype(std::move(source));
+    if (stride.data()) {
+        impl->set_sizes_and_strides(size, stride, offset);
+    } else {
+        impl->set_storage_offset(offset);
+        impl->set_sizes_contiguous(size);
+    }
+    make_room(self);
+    return self;
+}
+
+static Tensor &set_whole_storage(Tensor &self, at::Storage source) {
+    int64_t numel = (int64_t)(source.nbytes() / self.element_size());
+    return set_storage(self, std::move(source), 0, {numel}, IntArrayRef());
+}
+
+static Tensor &set_tensor(Tensor &self, const Tensor &source) {
+    return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+static bool is_set_to(const Tensor &self, const Tensor &source) {
+    return self.storage().unsafeGetStorageImpl() == source.storage().unsafeGetStorageImpl() &&
+           self.storage_offset() == source.storage_offset() && self.sizes() == source.sizes() &&
+           self.strides() == source.strides();
+}
+
+static void record_stream_of(Tensor &self, c10::Stream user) {
+    record_stream(self.storage().mutable_data(), stream_of(user));
+}
+
+/* ---- copies ---- */
+
+static bool is_pageable(const Tensor &tensor) {
+    return tensor.is_cpu() && !is_pinned(tensor.storage().data());
+}
+
+static const char *name_of_copy(const Tensor &self, const Tensor &source) {
+    return self.is_cpu() ? "copy_ to the host" : source.is_cpu() ? "copy_ from the host" : "copy_";
+}
+
+/* What a launch takes with it: addresses, but the values of memory that is not pinned. */
+static Tensor lasting(const Tensor &source) {
+    return is_pageable(source) ? source.clone() : borrowed(source);
+}
+
+/* As cudaMemcpyAsync: memory that is not pinned goes by way of a staging buffer, so that nobody races with the host; for what ends
+ * there the host waits, as it does for every copy that may block. */
+static void copy_between(const Tensor &self, const Tensor &source, bool non_blocking) {
+    stream *on = current_stream_of(source.is_cuda() ? source : self);
+    stream *other = self.is_cuda() ? current_stream_of(self) : on; /* of the device that is written */
+    event before{}, after{};
+    if (other != on) {
+        event_record(&before, other);
+        stream_wait(on, &before);
+    }
+    bool pageable = is_pageable(self) || is_pageable(source);
+    {
+        launch launch(on, name_of_copy(self, source));
+        if (source.is_cuda() || !pageable) {
+            touch(launch, source, READ);
+        }
+        if (self.is_cuda() || !pageable) {
+            touch(launch, self, WRITE);
+        }
+        auto copy = [into = borrowed(self), from = is_later(on) ? lasting(source) : as_cpu(source)]() mutable {
+            at::AutoDispatchBelowADInplaceOrView below;
+            at::native::copy_(into, from, false);
+        };
+        if (is_later(on)) {
+            hold(on, copy);
+        }
+        graph *capturing = graph_of(on->capture);
+        if (capturing && self.is_cuda()) { /* values for those that follow, until the capture's end */
+            saved_memory before;
+            before.save(self);
+            capturing->at_end([before]() mutable { before.restore(); });
+        }
+        if (!is_late(on) && (!capturing || self.is_cuda())) {
+            copy();
+        }
+    }
+    if (other != on) {
+        event_record(&after, on);
+        stream_wait(other, &after);
+    }
+    bool leaves_the_device = !self.is_cuda() || !source.is_cuda();
+    if (leaves_the_device && !non_blocking) {
+        wait_as_torch(on);
+    } else if (leaves_the_device && is_pageable(self)) {
+        host_wait_stream(on);
+    }
+}
+
+static Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
+    TORCH_CHECK(source.device().is_cuda() || source.is_cpu(), "copy_ from ", source.device());
+    if (self.numel() && !self.is_same(source)) {
+        copy_between(self, source.expand_as(self), non_blocking);
+    }
+    return self;
+}
+
+static at::Scalar local_scalar_dense(const Tensor &self) {
+    {
+        launch launch(current_stream_of(self), "item");
+        touch(launch, self, READ);
+    }
+    wait_as_torch(current_stream_of(self));
+    return at::_local_scalar_dense(as_cpu(self));
+}
+
+/* ---- every other operator ---- */
+
+/* The sizes, or the values, of their results are known to the host alone once the device is through. */
+static bool makes_the_host_wait(const std::string &name) {
+    static const names all = {"aten::equal",
+                              "aten::nonzero",
+                              "aten::masked_select",
+                              "aten::_unique2",
+                              "aten::unique_dim",
+                              "aten::unique_consecutive",
+                              "aten::repeat_interleave",
+                              "aten::bincount",
+                              "aten::histc",
+                              "aten::_assert_async_wait"};
+    return all.count(name) != 0;
+}
+
+/* Beside tensors of a GPU, one of the CPU with dimensions is an error but for these. */
+static bool takes_cpu_tensors(const std::string &name) {
+    return name.find("index") != std::string::npos || name.find("copy") != std::string::npos ||
+           name.rfind("aten::_fused", 0) == 0 || name.rfind("aten::_foreach", 0) == 0;
+}
+
+/* Values that are addresses, and would be wrong ones before they are there. */
+static bool may_hold_indices(const Tensor &tensor) {
+    return at::isIntegralType(tensor.scalar_type(), false);
+}
+
+class device_call {
+  public:
+    device_call(const c10::OperatorHandle &operator_, Stack *values)
+        : op(operator_), schema(operator_.schema()), stack(values), first(values->size() - schema.arguments().size()) {
+    }
+
+    void run() {
+        find_device();
+        is_held = is_later(on);
+        if (is_held && !on->capture && must_run_now()) {
+            run_held(on);
+            is_held = false;
+        }
+        for (size_t i = 0; i < schema.arguments().size(); i++) {
+            convert((*stack)[first + i], schema.arguments()[i]);
+        }
+        write_down();
+        bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+        at::Tensor numbers_before =
+            draws ? cpu_generator_in(default_generator(device.index())).get_state() : at::Tensor();
+        if (is_held) {
+            hold_arguments(draws);
+        }
+        {
+            at::AutoDispatchBelowADInplaceOrView below;
+            std::optional<drawing_from> numbers;
+            if (draws) {
+                numbers.emplace(device.index());
+            }
+            op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+        }
+        if (is_held) {
+            note_places(stack->size() - schema.returns().size(), stack->size(), true);
+        }
+        for (auto &[_, pair] : originals) {
+            follow(pair.first, pair.second);
+        }
+        size_t begin = stack->size() - schema.returns().size();
+        for (size_t i = begin; i < stack->size(); i++) {
+            bring_back((*stack)[i]);
+        }
+        if (is_held) {
+            simulated_gpu::hold(on, [kept = std::move(held)] { kept->run(); });
+            undo();
+            if (draws) {
+                cpu_generator_in(default_generator(device.index())).set_state(numbers_before);
+            }
+        }
+        if (makes_the_host_wait(schema.name())) {
+            wait_as_torch(on);
+        }
+    }
+
+  private:
+    const c10::OperatorHandle &op;
+    const c10::FunctionSchema &schema;
+    Stack *stack;
+    size_t first; /* of the arguments on the stack */
+    at::Device device{c10::kCUDA, 0};
+    stream *on = nullptr;
+    std::unordered_map<c10::TensorImpl *, std::pair<Tensor, Tensor>>
+        originals;                                                 /* by the CPU's: the device's, the CPU's */
+    std::unordered_map<c10::StorageImpl *, c10::Storage> storages; /* by the device's: the CPU's */
+    std::vector<std::pair<Tensor, enum access>> accesses;
+
+    /* Of work that runs later: it runs now as well, as nothing else tells what its results will be, and is undone. */
+    bool is_held = false;
+    std::shared_ptr<held_operator> held;
+    std::unordered_map<c10::TensorImpl *, value_place> places; /* by the CPU's tensors */
+    saved_memory saved;
+
+    bool must_run_now() const {
+        bool must = makes_the_host_wait(schema.name()) || op.hasTag(at::Tag::nondeterministic_seeded);
+        for (size_t i = first; i < stack->size(); i++) {
+            for_each_tensor((*stack)[i],
+                            [&](const Tensor &each) { must = must || (each.is_cuda() && may_hold_indices(each)); });
+        }
+        return must;
+    }
+
+    void hold_arguments(bool draws) {
+        Stack arguments(stack->begin() + (ptrdiff_t)first, stack->end());
+        held = std::make_shared<held_operator>(
+            op, arguments, [&](const Tensor &each) { return originals.count(each.unsafeGetTensorImpl()) != 0; });
+        if (draws) {
+            held->draw_from(device.index());
+        }
+        note_places(first, stack->size(), false);
+    }
+
+    void note_places(size_t begin, size_t end, bool are_results) {
+        held_operator::for_each_place(*stack, begin, end, are_results, [&](const Tensor &each, value_place place) {
+            places.insert({each.unsafeGetTensorImpl(), place});
+        });
+    }
+
+    /* Before it is written. */
+    void save(const Tensor &tensor) {
+        if (is_held) {
+            saved.save(tensor);
+        }
+    }
+
+    /* What is captured works on the values that were there until the capture's end, as indices among them must be right. */
+    void undo() {
+        if (graph *capturing = graph_of(on->capture)) {
+            capturing->at_end([kept = std::move(saved)]() mutable { kept.restore(); });
+        } else {
+            saved.restore();
+        }
+    }
+
+    template <typename Body> static void for_each_tensor(const IValue &value, Body body) {
+        if (value.isTensor()) {
+            if (value.toTensor().defined()) {
+                body(value.toTensor());
+            }
+        } else if (value.isTensorList()) {
+            for (const Tensor &each : value.toTensorVector()) {
+                body(each);
+            }
+        } else if (value.isOptionalTensorList()) {
+            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
+                if (each && each->defined()) {
+                    body(*each);
+                }
+            }
+        }
+    }
+
+    void find_device() {
+        bool found = false, has_cpu_tensor = false;
+        auto look = [&](const Tensor &each) {
+            if (each.is_cuda()) {
+                TORCH_CHECK(!found || device == each.device(),
+                            "Expected all tensors to be on the same device, but found ", "at least two devices, ",
+                            device, " and ", each.device(), "! (", schema.name(), ")");
+                device = each.device();
+                found = true;
+            }
+            has_cpu_tensor = has_cpu_tensor || (each.is_cpu() && each.dim() > 0);
+        };
+        for (size_t i = first; i < stack->size(); i++) {
+            const IValue &value = (*stack)[i];
+            for_each_tensor(value, look);
+            if (value.isDevice() && value.toDevice().is_cuda() && !found) {
+                int index = value.toDevice().index();
+                device = device_of_index(index < 0 ? current_device() : index);
+            }
+        }
+        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()), "Expected all tensors to be on the ",
+                    "same device, but found at least two devices, ", device, " and cpu! (", schema.name(), ")");
+        on = current_stream(device.index());
+    }
+
+    Tensor to_cpu(const Tensor &tensor, bool is_access, enum access how) {
+        if (!tensor.defined() || !tensor.is_cuda()) {
+            return tensor;
+        }
+        if (is_access) {
+            accesses.push_back({tensor, how});
+        }
+        c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
+        auto found = storages.find(storage);
+        if (found == storages.end()) {
+            found = storages.insert({storage, cpu_storage_of(tensor.storage())}).first;
+        }
+        Tensor made = as_cpu(tensor, found->second);
+        originals[made.unsafeGetTensorImpl()] = {tensor, made};
+        return made;
+    }
+
+    void convert(IValue &value, const c10::Argument &argument) {
+        const c10::AliasInfo *alias = argument.alias_info();
+        bool is_access = !alias || alias->isWrite(); /* a view touches nothing */
+        enum access how = alias && alias->isWrite() ? WRITE : READ;
+        if (value.isTensor()) {
+            value = to_cpu(value.toTensor(), is_access, how);
+        } else if (value.isTensorList()) {
+            c10::List<Tensor> list;
+            for (const Tensor &each : value.toTensorVector()) {
+                list.push_back(to_cpu(each, is_access, how));
+            }
+            value = list;
+        } else if (value.isOptionalTensorList()) {
+            c10::List<std::optional<Tensor>> list;
+            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
+                list.push_back(each ? std::optional<Tensor>(to_cpu(*each, is_access, how)) : each);
+            }
+            value = list;
+        } else if (value.isDevice() && value.toDevice().is_cuda()) {
+            value = c10::Device(c10::kCPU);
+        } else if (value.isGenerator()) {
+            value = cpu_generator_in(value.toGenerator());
+        }
+    }
+
+    void write_down() {
+        launch launch(on, schema.name().c_str());
+        for (enum access how : {READ, WRITE}) {
+            for (auto &[tensor, done] : accesses) {
+                if (done == how) {
+                    touch(launch, tensor, how);
+                }
+                if (done == how && how == WRITE) {
+                    save(tensor);
+                }
+            }
+        }
+    }
+
+    /* An output that the operator resized is resized too. */
+    void follow(const Tensor &original, const Tensor &cpu) {
+        bool is_same_memory = original.storage().data() == cpu.storage().data();
+        if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
+            return;
+        }
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+        make_room(original);
+        if (!is_same_memory) {
+            fill(original, cpu);
+        }
+    }
+
+    void fill(const Tensor &original, const Tensor &cpu) {
+        launch launch(on, schema.name().c_str());
+        touch(launch, original, WRITE);
+        if (is_held) {
+            save(original);
+            held->fill(places.at(cpu.unsafeGetTensorImpl()), original);
+        }
+        if (cpu.numel()) {
+            at::AutoDispatchBelowADInplaceOrView below;
+            Tensor into = as_cpu(original);
+            at::native::copy_(into, cpu, false);
+        }
+    }
+
+    /* An argument, a view of one's storage, or memory of its own. */
+    Tensor from_cpu(const Tensor &cpu) {
+        if (!cpu.defined()) {
+            return cpu;
+        }
+        auto known = originals.find(cpu.unsafeGetTensorImpl());
+        if (known != originals.end()) {
+            return known->second.first;
+        }
+        for (auto &[storage, of_cpu] : storages) {
+            if (of_cpu.unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) {
+                return view_of(storage, cpu);
+            }
+        }
+        Tensor made = empty_strided(cpu.sizes(), cpu.strides(), cpu.scalar_type(), std::nullopt, device, std::nullopt);
+        fill(made, cpu);
+        mark_wrapped_number(made, cpu);
+        return made;
+    }
+
+    static Tensor view_of(c10::StorageImpl *storage, const Tensor &cpu) {
+        c10::Storage kept(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+        Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+            std::move(kept), c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.dtype());
+        made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+        return made;
+    }
+
+    void bring_back(IValue &value) {
+        if (value.isTensor()) {
+            value = from_cpu(value.toTensor());
+        } else if (value.isTensorList()) {
+            c10::List<Tensor> list;
+            for (const Tensor &each : value.toTensorVector()) {
+                list.push_back(from_cpu(each));
+            }
+            value = list;
+        }
+    }
+};
+
+static void fallback(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
+    device_call(op, stack).run();
+}
+
+/* torch's CUDA kernel multiplies by the reciprocal where the divisor is a number of the host. */
+static Tensor &divide(const Tensor &self, const Tensor &other, Tensor &out) {
+    static auto mul = c10::Dispatcher::singleton().findSchemaOrThrow("aten::mul", "out");
+    static auto div = c10::Dispatcher::singleton().findSchemaOrThrow("aten::div", "out");
+    bool by_number = other.is_cpu() && other.dim() == 0 && at::isFloatingType(out.scalar_type());
+    Tensor factor = by_number ? at::scalar_tensor(1.0 / other.item<double>(), at::kDouble) : other;
+    if (by_number) {
+        factor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    Stack stack = {self, factor, out};
+    device_call(by_number ? mul : div, &stack).run();
+    return out;
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+    library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+    library.impl("empty.memory_format", TORCH_FN(empty));
+    library.impl("empty_strided", TORCH_FN(empty_strided));
+    library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
+    library.impl("view", TORCH_FN(at::native::view));
+    library.impl("resize_", TORCH_FN(resize_));
+    library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+    library.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
+    library.impl("set_.source_Tensor", TORCH_FN(set_tensor));
+    library.impl("is_set_to", TORCH_FN(is_set_to));
+    library.impl("record_stream", TORCH_FN(record_stream_of));
+    library.impl("copy_", TORCH_FN(copy_));
+    library.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
+    library.impl("div.out", TORCH_FN(divide));
+}
+
+/* ---- what the host does with pinned memory ---- */
+
+static bool reads_no_values(const char *name) {
+    static const names all = {"aten::to",
+                              "aten::_to_copy",
+                              "aten::copy_",
+                              "aten::empty_like",
+                              "aten::is_pinned",
+                              "aten::pin_memory",
+                              "aten::_pin_memory",
+                              "aten::set_",
+                              "aten::resize_",
+                              "aten::zeros_like",
+                              "aten::ones_like",
+                              "aten::cuda",
+                              "aten::cpu",
+                              "aten::empty_strided",
+                              "aten::new_empty",
+                              "aten::new_zeros",
+                              "aten::clone",
+                              "aten::contiguous",
+                              "aten::detach",
+                              "aten::detach_",
+                              "aten::requires_grad_",
+                              "aten::_has_compatible_shallow_copy_type",
+                              "aten::result_type"};
+    return all.count(name) != 0;
+}
+
+/* Called before each operator: one of the CPU that touches pinned memory is an access of the host. */
+static std::unique_ptr<at::ObserverContext> watch_host(const at::RecordFunction &function) {
+    if (!any_pinned() || reads_no_values(function.name())) {
+        return nullptr;
+    }
+    auto schema = function.operator_schema();
+    auto inputs = function.inputs();
+    if (!schema || schema->arguments().size() != inputs.size()) {
+        return nullptr;
+    }
+    std::vector<std::pair<Tensor, enum access>> found;
+    bool is_of_device = false;
+    auto look = [&](const Tensor &tensor, const c10::AliasInfo *alias) {
+        is_of_device = is_of_device || (tensor.defined() && tensor.is_cuda());
+        if (tensor.defined() && tensor.is_cpu() && tensor.has_storage() && is_pinned(tensor.storage().data()) &&
+            (!alias || alias->isWrite())) {
+            found.push_back({tensor, alias ? WRITE : READ});
+        }
+    };
+    for (size_t i = 0; i < inputs.size(); i++) {
+        const c10::AliasInfo *alias = schema->arguments()[i].alias_info();
+        if (inputs[i].isTensor()) {
+            look(inputs[i].toTensor(), alias);
+        } else if (inputs[i].isTensorList()) {
+            for (const Tensor &each : inputs[i].toTensorVector()) {
+                look(each, alias);
+            }
+        }
+    }
+    if (is_of_device || found.empty()) {
+        return nullptr;
+    }
+    launch launch(nullptr, function.name());
+    for (auto &[tensor, how] : found) {
+        touch(launch, tensor, how);
+    }
+    return nullptr;
+}
+
+[[maybe_unused]] static const bool registered = [] {
+    auto callback = at::RecordFunctionCallback(&watch_host);
+    at::addGlobalCallback(callback.needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    return true;
+}();
+
+} // namespace simulated_gpu

@@ -1,0 +1,82 @@
+#include "tensors.h"
+
+namespace simulated_gpu {
+
+using at::Tensor;
+
+enum { MOST_RANGES = 512 };
+
+/* Dimensions of a tensor without those along which it does not move, innermost first: strides and sizes in elements. */
+static std::vector<std::pair<int64_t, int64_t>> moving_dims(const Tensor &tensor) {
+    std::vector<std::pair<int64_t, int64_t>> dims;
+    for (int64_t d = 0; d < tensor.dim(); d++) {
+        if (tensor.size(d) != 1 && tensor.stride(d) != 0) {
+            dims.push_back({tensor.stride(d), tensor.size(d)});
+        }
+    }
+    std::sort(dims.begin(), dims.end());
+    return dims;
+}
+
+void touch(launch &launch, const Tensor &tensor, enum access how) {
+    if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0 || !tensor.storage().data()) {
+        return;
+    }
+    int64_t size = (int64_t)tensor.element_size(), run = 1, num_ranges = 1;
+    const char *data = (const char *)tensor.storage().data() + tensor.storage_offset() * size;
+    auto dims = moving_dims(tensor);
+    size_t outer = 0;
+    for (; outer < dims.size() && dims[outer].first == run; outer++) {
+        run *= dims[outer].second;
+    }
+    int64_t span = run;
+    for (size_t d = outer; d < dims.size(); d++) {
+        num_ranges *= dims[d].second;
+        span += dims[d].first * (dims[d].second - 1);
+    }
+    if (num_ranges > MOST_RANGES) {
+        launch.access(data, (size_t)(span * size), how);
+        return;
+    }
+    for (int64_t i = 0; i < num_ranges; i++) {
+        int64_t rest = i, offset = 0;
+        for (size_t d = outer; d < dims.size(); d++) {
+            offset += rest % dims[d].second * dims[d].first;
+            rest /= dims[d].second;
+        }
+        launch.access(data + offset * size, (size_t)(run * size), how);
+    }
+}
+
+void mark_wrapped_number(const Tensor &tensor, const Tensor &as) {
+    if (as.unsafeGetTensorImpl()->is_wrapped_number()) {
+        tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+}
+
+c10::Storage cpu_storage_of(const c10::Storage &storage) {
+    c10::DataPtr data(const_cast<void *>(storage.data()), c10::kCPU);
+    return {c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                                  std::move(data), c10::GetAllocator(c10::kCPU), true)};
+}
+
+Tensor as_cpu(const Tensor &tensor, const c10::Storage &cpu_storage) {
+    Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(cpu_storage),
+                                                           c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    c10::TensorImpl *impl = made.unsafeGetTensorImpl();
+    impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+    mark_wrapped_number(made, tensor);
+    made._set_conj(tensor.is_conj());
+    made._set_neg(tensor.is_neg());
+    return made;
+}
+
+Tensor borrowed(const Tensor &tensor) {
+    return as_cpu(tensor, cpu_storage_of(tensor.storage()));
+}
+
+Tensor as_cpu(const Tensor &tensor) {
+    return tensor.is_cuda() ? borrowed(tensor) : tensor;
+}
+
+} // namespace simulated_gpu

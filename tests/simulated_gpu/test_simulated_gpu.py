@@ -1,0 +1,165 @@
+"""What the simulated GPU promises: the rules of devices, streams, memory, random numbers and groups of torch.cuda."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.cuda.nccl_on_one_gpu import nccl_group
+from tests.ranks import on_ranks
+
+GPU = torch.device("cuda", 0)
+
+
+def test_tensors_of_the_cpu_and_of_the_gpu_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cpu"):
+        torch.ones(3, device=GPU) + torch.ones(3)
+    with pytest.raises(RuntimeError, match="at least two devices, cuda:0 and cuda:1"):
+        torch.ones(3, device=GPU) + torch.ones(3, device="cuda:1")
+    assert torch.equal(torch.ones(3, device=GPU) + torch.tensor(2.0), torch.full((3,), 3.0, device=GPU))  # a number
+
+
+def test_fresh_and_freed_memory_is_full_of_nan() -> None:
+    fresh = torch.empty(1000, device=GPU)
+    assert bool(fresh.isnan().all())
+    view = torch.zeros(1000, device=GPU)
+    address, storage = view.data_ptr(), view.untyped_storage()
+    storage.resize_(0)
+    again = torch.empty(1000, device=GPU)
+    assert again.data_ptr() == address and bool(again.isnan().all())
+
+
+def test_memory_runs_out() -> None:
+    torch.cuda.set_per_process_memory_fraction(0.01)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            torch.empty(2**30, dtype=torch.uint8, device=GPU)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.empty(2**20, dtype=torch.uint8, device=GPU)
+
+
+def test_a_block_goes_to_its_own_stream_alone() -> None:
+    other = torch.cuda.Stream()
+    address = torch.empty(1000, device=GPU).data_ptr()
+    with torch.cuda.stream(other):
+        assert torch.empty(1000, device=GPU).data_ptr() != address
+    assert torch.empty(1000, device=GPU).data_ptr() == address
+
+
+def test_a_recorded_block_comes_back_when_its_user_is_through() -> None:
+    other = torch.cuda.Stream()
+    block = torch.zeros(1000, device=GPU)
+    address = block.data_ptr()
+    with torch.cuda.stream(other):
+        other.wait_stream(torch.cuda.default_stream())
+        block.add_(1)
+        block.record_stream(other)
+    del block
+    assert torch.empty(1000, device=GPU).data_ptr() != address
+    other.synchronize()
+    assert torch.empty(1000, device=GPU).data_ptr() == address
+
+
+def test_random_numbers_come_from_the_generator_of_the_device() -> None:
+    torch.cuda.manual_seed(3)
+    first = torch.randn(5, device=GPU)
+    torch.manual_seed(4)
+    torch.cuda.manual_seed(3)
+    torch.randn(5)  # the CPU's own
+    assert torch.equal(torch.randn(5, device=GPU), first)
+    state = torch.cuda.get_rng_state()
+    dropped = F.dropout(torch.ones(100, device=GPU), 0.5)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(F.dropout(torch.ones(100, device=GPU), 0.5), dropped)
+    with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator but found 'cpu'"):
+        torch.randn(5, device=GPU, generator=torch.Generator())
+
+
+def test_batched_matrices_multiply_with_their_gradients() -> None:
+    one, other = torch.randn(2, 3, 4, device=GPU, requires_grad=True), torch.randn(2, 4, 5, device=GPU)
+    (one @ other).square().sum().backward()
+    copy = one.detach().cpu().requires_grad_()
+    (copy @ other.cpu()).square().sum().backward()
+    assert torch.equal(one.grad.cpu(), copy.grad)
+
+
+def test_events_know_the_hosts_time_between_them() -> None:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    end.record()
+    end.synchronize()
+    assert begin.elapsed_time(end) >= 0.0
+
+
+def test_the_host_may_not_wait_in_the_debug_mode_of_torch() -> None:
+    tensor = torch.ones(3, device=GPU)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            tensor.sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_storages_are_made_and_resized_on_the_device() -> None:
+    storage = torch.UntypedStorage(64, device=GPU)
+    assert storage.device == GPU and storage.nbytes() == 64
+    tensor = torch.arange(8.0, device=GPU)
+    tensor.untyped_storage().resize_(64)
+    assert tensor.tolist() == list(range(8))
+
+
+def test_a_process_ends_without_a_word() -> None:
+    code = "import fsdp_c, torch; kept = torch.nn.Linear(3, 3).cuda(); kept(torch.ones(1, 3).cuda()).sum().backward()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@on_ranks(2, label="nccl")
+def test_ddp_trains_with_its_averaged_gradients(rank: int, world_size: int) -> None:
+    torch.manual_seed(1)
+    plain, batches = nn.Linear(4, 3).to(GPU), torch.randn(2, 5, 4).to(GPU)
+    model = DistributedDataParallel(nn.Linear(4, 3).to(GPU), process_group=nccl_group())
+    model.module.load_state_dict(plain.state_dict())
+    for _ in range(3):
+        model(batches[rank]).square().sum().backward()
+        for batch in batches:
+            (plain(batch).square().sum() / world_size).backward()
+    for actual, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
+
+
+@on_ranks(2, label="nccl")
+def test_collectives_of_all_kinds(rank: int, world_size: int) -> None:
+    group = nccl_group()
+    own = torch.arange(4.0, device=GPU) + 10 * rank
+    parts = [torch.empty(4, device=GPU) for _ in range(world_size)]
+    dist.all_gather(parts, own, group=group)
+    assert torch.stack(parts).tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    half = torch.empty(2, device=GPU)
+    dist.reduce_scatter_tensor(half, own, op=dist.ReduceOp.AVG, group=group)
+    assert half.tolist() == ([5, 6] if rank == 0 else [7, 8])
+    largest = own.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group, async_op=True).wait()
+    assert largest.tolist() == [10, 11, 12, 13]
+    received = [torch.empty(2, device=GPU) for _ in range(world_size)]
+    dist.all_to_all(received, list(own.chunk(2)), group=group)
+    assert [one.tolist() for one in received] == ([[0, 1], [10, 11]] if rank == 0 else [[2, 3], [12, 13]])
+    dist.broadcast(own, 1, group=group)
+    assert own.tolist() == [10, 11, 12, 13]
+    if rank == 0:
+        dist.send(own * 2, 1, group=group)
+    else:
+        dist.recv(own, 0, group=group)
+        assert own.tolist() == [20, 22, 24, 26]
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(3), group=group)
+    dist.barrier(group=group)
