@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
 from fsdp_c import _C
-from fsdp_c.sharded_module import ShardedModule, is_sharded_module, unit_around, units_of
+from fsdp_c.sharded_module import ShardedModule, claimed_units, is_sharded_module, unit_around, units_of
 from fsdp_c.wrap import unit_name
 
 __all__ = ["register_forward_method"]
@@ -85,7 +86,7 @@ def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.Me
 
 def _explain(error: Exception, fsdp_module: ShardedModule, method: str) -> None:
     """Add to the message where the innermost module on the way to ``error`` has parameters that are sharded now."""
-    found = _sharded_unit(error, fsdp_module)
+    found = _sharded_unit(error, units_of(fsdp_module))
     if found is not None:
         _add(
             error,
@@ -97,7 +98,26 @@ def _explain(error: Exception, fsdp_module: ShardedModule, method: str) -> None:
 
 def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None:
     """The same for an ``error`` in the forward of the unit: of a layer called past the unit that it belongs to."""
-    found = _sharded_unit(error, fsdp_module) if isinstance(error, (RuntimeError, IndexError)) else None
+    _explain_layer(error, units_of(fsdp_module))
+
+
+@functools.cache
+def explain_uncaught_errors() -> None:
+    """The same, from now on, for an error that ends the script: a layer was called where no unit was in its forward."""
+    show = sys.excepthook
+
+    @functools.wraps(show)
+    def explain_and_show(
+        kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None
+    ) -> None:
+        _explain_layer(error, claimed_units())
+        show(kind, error, traceback)
+
+    sys.excepthook = explain_and_show
+
+
+def _explain_layer(error: BaseException, units: Iterable[ShardedModule]) -> None:
+    found = _sharded_unit(error, units) if isinstance(error, (RuntimeError, IndexError)) else None
     if found is not None:
         _add(
             error,
@@ -119,8 +139,8 @@ def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: s
 _REMEDY = "fsdp_c.register_forward_method"
 
 
-def _sharded_unit(error: BaseException, fsdp_module: ShardedModule) -> tuple[ShardedModule, str] | None:
-    """The unit that keeps the parameters of the innermost module in the traceback, and what that module is called.
+def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple[ShardedModule, str] | None:
+    """The one of ``units`` that keeps the parameters of the innermost module in the traceback, and that module's name.
 
     None where that unit had gathered them: it was in its own forward when the error came.
     """
@@ -135,7 +155,7 @@ def _sharded_unit(error: BaseException, fsdp_module: ShardedModule) -> tuple[Sha
         if isinstance(own := frame.f_locals.get("self"), nn.Module):
             module = own
         traceback = traceback.tb_next
-    for inner in units_of(fsdp_module):
+    for inner in units:
         for info in inner._handle.flat_param._param_infos if inner._handle is not None else ():
             if info.module is module and inner not in in_forward and not _gathered(inner):
                 return inner, repr(info.module_name) if info.module_name else "the unit itself"

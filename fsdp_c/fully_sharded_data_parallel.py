@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -31,6 +30,7 @@ from fsdp_c import (
     left_out,
     materialization,
     state_dict,
+    training_warnings,
     unshard_params,
 )
 from fsdp_c import optim_state_dict as optim_states
@@ -250,6 +250,7 @@ class FullyShardedDataParallel(ShardedModule):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
+        forward_methods.explain_uncaught_errors()
         if handle is not None:
             self._fully_sharded_module_to_handle[module] = handle
         if not use_orig_params:
@@ -404,18 +405,17 @@ class FullyShardedDataParallel(ShardedModule):
         """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
         logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
-    def _warn_of_units_without_gradient(self, names: list[str]) -> None:
-        """The runtime in C calls it once, after the first backward that left out units which no gradient can reach."""
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        warnings.warn(
-            f"rank {self.rank}: no gradient has come to {', '.join(names[:5])}{more}. They have trainable parameters "
-            "and ran in training mode with gradients enabled, but none of their outputs requires a gradient. Inside a "
-            "reentrant checkpoint that is so where no input requires one, after frozen embeddings for instance: use "
-            "checkpoint(..., use_reentrant=False), or let the inputs require gradients, with "
-            "enable_input_require_grads() of transformers' models or x.requires_grad_(). Modules that are not to be "
-            "trained are best frozen, by requires_grad_(False), or run under torch.no_grad().",
-            stacklevel=2,
-        )
+    def _is_in_reentrant_checkpoint(self) -> bool:
+        """The unit in C asks it after a forward that ran without gradients."""
+        return training_warnings.is_in_reentrant_checkpoint()
+
+    def _warn_of_units_cut_off(self, names: list[str]) -> None:
+        """The runtime in C calls it once, after the first backward that could not reach these units."""
+        training_warnings.warn_of_units_cut_off(self.rank, names)
+
+    def _warn_of_units_left_out(self, names: list[str]) -> None:
+        """The runtime in C calls it once, in the forward after a backward that did not pass through these units."""
+        training_warnings.warn_of_units_left_out(self.rank, names)
 
     def _explain_error(self, error: Exception) -> None:
         """The unit in C calls it with what its forward raises."""

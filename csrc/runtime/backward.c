@@ -48,6 +48,7 @@ static int pre_backward(struct unit *unit) {
     if (unit->handle && unshard_for_backward(unit) < 0)
         return -1;
     unit->ran_pre_backward = true;
+    unit->left_out = false;
     return 0;
 }
 

@@ -1,42 +1,94 @@
-/* [Note: units that no gradient can reach]
- * A unit that trains computes with gradients enabled, and yet none of its outputs requires one: what is inside a reentrant
- * checkpoint is not trained where no input requires a gradient, frozen embeddings before it for instance. That is said once, at
- * the end of the first backward that did not pass through the unit. A backward of part of the outputs says nothing: outputs that
- * require a gradient may get theirs from another backward. */
+/* [Note: units without a gradient]
+ * A unit that trains has run its forward, a backward has ended, and no gradient has come to the unit. It is said once, of a root:
+ *   cut off   No gradient can come: none of the unit's outputs requires one, as inside a reentrant checkpoint where no input
+ *             requires a gradient, behind frozen embeddings for instance. Or such a checkpoint ran the unit itself, without
+ *             gradients, and has not run it again. This is said at the end of the first backward that left the unit out.
+ *   left out  An output requires a gradient, and the backward did not pass through it. Another backward may yet do so, as in a
+ *             GAN: this is said when the root begins its next forward and none has. */
 #include "runtime/runtime.h"
 
-int unit_note_cut_off(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    if (runtime->told_of_cut_off || !unit->handle || !unit->views_attached)
-        return 0;
+static bool is_told(const struct unit *unit) {
+    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached;
+}
+
+static int cut_off(struct unit *unit) {
     int training = unit_is_training(unit);
     if (training < 0)
         return -1;
     unit->cut_off = training;
-    runtime->any_cut_off = runtime->any_cut_off || training;
+    unit->runtime->any_cut_off = unit->runtime->any_cut_off || training;
     return 0;
 }
 
+int unit_note_cut_off(struct unit *unit) {
+    return is_told(unit) ? 0 : cut_off(unit);
+}
+
+/* Asked before the first backward alone: it looks at the frames on Python's stack. */
+int unit_note_checkpointed(struct unit *unit) {
+    if (unit->runtime->iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
+        return 0;
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    PyObject *answer = module ? PyObject_CallMethod(module, "_is_in_reentrant_checkpoint", NULL) : NULL;
+    int checkpointed = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    return checkpointed > 0 ? cut_off(unit) : checkpointed;
+}
+
 /* A module may hand its results out by another way than its outputs, and be reached after all. */
-static bool was_left_out(const struct unit *unit) {
+static bool was_cut_off(const struct unit *unit) {
     return unit->cut_off && unit->handle->training_state == USE_IDLE;
 }
 
+static void note_left_out(struct unit *unit) {
+    unit->left_out = unit->needs_pre_backward_unshard && !is_told(unit);
+    unit->runtime->any_left_out = unit->runtime->any_left_out || unit->left_out;
+}
+
 PyObject *runtime_take_cut_off(struct runtime *runtime) {
-    PyObject *names = PyList_New(0);
-    runtime->any_cut_off = false;
-    for (int64_t i = 0; names && i < runtime->num_units; i++)
-        if (was_left_out(runtime->units[i]) && PyList_Append(names, runtime->units[i]->handle->name) < 0)
+    PyObject *names = runtime->any_cut_off ? PyList_New(0) : Py_NewRef(Py_None);
+    for (int64_t i = 0; names && i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        note_left_out(unit);
+        if (was_cut_off(unit) && PyList_Append(names, unit->handle->name) < 0)
             Py_CLEAR(names);
+    }
+    runtime->any_cut_off = false;
     return names;
 }
 
-int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names) {
+static int tell(struct runtime *runtime, const char *method, PyObject *names) {
     PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
     if (!PyList_Size(names) || !module || module == Py_None)
         return 0;
-    runtime->told_of_cut_off = true;
-    PyObject *done = PyObject_CallMethod(module, "_warn_of_units_without_gradient", "O", names);
+    runtime->told_of_no_gradient = true;
+    PyObject *done = PyObject_CallMethod(module, method, "O", names);
     Py_XDECREF(done);
     return done ? 0 : -1;
+}
+
+int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names) {
+    return names == Py_None ? 0 : tell(runtime, "_warn_of_units_cut_off", names);
+}
+
+/* Whether it trains is asked now: most are never left out. 1, 0 or -1. */
+static int is_still_left_out(struct unit *unit) {
+    bool left_out = unit->left_out;
+    unit->left_out = false;
+    return left_out ? unit_is_training(unit) : 0;
+}
+
+int runtime_tell_of_left_out(struct runtime *runtime) {
+    if (!runtime->any_left_out)
+        return 0;
+    runtime->any_left_out = false;
+    PyObject *names = PyList_New(0);
+    for (int64_t i = 0; names && i < runtime->num_units; i++) {
+        int left_out = is_still_left_out(runtime->units[i]);
+        if (left_out < 0 || (left_out && PyList_Append(names, runtime->units[i]->handle->name) < 0))
+            Py_CLEAR(names);
+    }
+    int result = names ? tell(runtime, "_warn_of_units_left_out", names) : -1;
+    Py_XDECREF(names);
+    return result;
 }

@@ -140,6 +140,9 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
 }
 
 int runtime_root_pre_forward(struct runtime *runtime) {
+    runtime->trains = torch_grad_enabled();
+    if (runtime_tell_of_left_out(runtime) < 0)
+        return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || schedule_reserve(runtime) < 0)
         return -1;
     return runtime_collect_user_grads(runtime);
@@ -296,7 +299,7 @@ static int end_backward(struct runtime *runtime) {
 }
 
 int runtime_final_callback(struct runtime *runtime) {
-    if (!runtime->any_cut_off || !runtime->callback_queued || runtime->num_in_forward)
+    if (runtime->told_of_no_gradient || !runtime->callback_queued || runtime->num_in_forward)
         return end_backward(runtime);
     PyObject *cut_off = runtime_take_cut_off(runtime);
     int result = cut_off ? end_backward(runtime) : -1;

@@ -57,7 +57,7 @@ struct unit {
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     int64_t pre_forward_index, post_forward_index; /* place in the runtime's orders, -1 when not recorded */
     bool ran_pre_backward, needs_pre_backward_unshard, prefetched;
-    bool cut_off;                   /* see [Note: units that no gradient can reach] in cut_off.c */
+    bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t ledger_index;           /* of its name in the ledger, -1: none */
@@ -94,11 +94,14 @@ int precision_for_forward(struct unit *unit);  /* follows the mode of the wrappe
 int precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit); /* is the wrapped module in training mode? 1, 0 or -1 */
 
-/* cut_off.c: units with trainable parameters that no gradient can reach. */
-int unit_note_cut_off(struct unit *unit); /* no output of this forward requires a gradient. 0 or -1 */
-PyObject *
-runtime_take_cut_off(struct runtime *runtime); /* new list of the names of those that this backward left out, or NULL */
-int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names); /* warn, once. 0 or -1 */
+/* cut_off.c: units with trainable parameters to which no gradient comes. 0 or -1. */
+int unit_note_cut_off(struct unit *unit);      /* no output of this forward requires a gradient */
+int unit_note_checkpointed(struct unit *unit); /* a forward without gradients has ended; perhaps a checkpoint's */
+/* At the end of a backward: new list of the names of those that it could not reach, None where there is none, or NULL. Those that
+ * it left out are noted. */
+PyObject *runtime_take_cut_off(struct runtime *runtime);
+int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names); /* warn, once */
+int runtime_tell_of_left_out(struct runtime *runtime);                 /* warn, once: the next forward begins */
 
 /* backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. */
 int unit_pre_backward(struct unit *unit);
@@ -124,7 +127,8 @@ struct runtime {
     struct order_check *order_check;                         /* owned; NULL unless the order is validated */
     bool callback_queued;
     int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it */
-    bool any_cut_off, told_of_cut_off;
+    bool any_cut_off, any_left_out, told_of_no_gradient;
+    bool trains;             /* the root's last forward began with gradients enabled */
     const void *final_hook;  /* what was queued last: compared, never followed */
     unsigned long resetting; /* the thread that does so now, or 0 */
     struct schedule schedule;

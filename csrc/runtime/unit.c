@@ -421,7 +421,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
     int64_t hooked = 0;
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = false;
     if (!torch_grad_enabled())
-        return 0;
+        return unit_note_checkpointed(unit);
     PyObject *hook = hook_new(pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(output, hook, &hooked) : -1;
     Py_XDECREF(hook);

@@ -1,4 +1,4 @@
-"""A unit that trains and that no gradient can reach is named, once; what is done on purpose is not (parity 28)."""
+"""A unit that trains and gets no gradient is named, once; what is done on purpose is not (parity 28)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
@@ -35,6 +36,15 @@ class Stage(nn.Module):
 
 class Embedding(nn.Linear):
     pass
+
+
+class Checkpointed(nn.Sequential):
+    """Runs each of its modules in a reentrant checkpoint, as libraries do that know nothing of units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self:
+            x = checkpoint(stage, x, use_reentrant=True)
+        return x
 
 
 class Stages(nn.Module):
@@ -73,6 +83,61 @@ def test_units_behind_frozen_embeddings_are_named_with_the_remedy(
     assert f"rank {rank}: " in message
     assert "Stage at 'stages.0', Stage at 'stages.1'." in message
     assert "use_reentrant=False" in message and "enable_input_require_grads()" in message
+
+
+@pytest.mark.parametrize("frozen_embedding", [True, False])
+@on_ranks(2)
+def test_a_checkpoint_around_a_unit_is_known(rank: int, world_size: int, frozen_embedding: bool) -> None:
+    """The unit's forward runs without gradients then, and runs again in the backward, if there is one."""
+    net = Stages(CheckpointImpl.NO_REENTRANT)
+    net.embedding.requires_grad_(not frozen_embedding)
+    model = per_block(net)
+    net.stages = Checkpointed(*net.stages)
+    messages = warned(lambda: [train(model) for _ in range(2)])
+    assert len(messages) == frozen_embedding
+    for message in messages:
+        assert "Stage at 'stages.0', Stage at 'stages.1'." in message
+        assert "use_reentrant=False" in message
+
+
+@on_ranks(2)
+def test_an_evaluation_before_training_says_nothing(rank: int, world_size: int) -> None:
+    model = per_block(Net())
+
+    def evaluate_and_train() -> None:
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        train(model)
+        train(model)
+
+    assert not warned(evaluate_and_train)
+
+
+@on_ranks(2)
+def test_units_that_a_backward_left_out_are_named_at_the_next_forward(rank: int, world_size: int) -> None:
+    model = FSDP(Pair(), device_id=device(), use_orig_params=True)
+
+    def train_first() -> None:
+        first, second = model(torch.ones(2, WIDTH))
+        (first.sum() + second.detach().sum()).backward()
+
+    assert not warned(train_first)  # another backward could follow
+    (message,) = warned(train_first)
+    assert f"rank {rank}: no gradient has come to Linear at 'second'." in message
+    assert "detached" in message
+    assert not warned(train_first)
+
+
+@on_ranks(2)
+def test_units_in_another_backward_of_the_same_forward_are_not_named(rank: int, world_size: int) -> None:
+    model = FSDP(Pair(), device_id=device(), use_orig_params=True)
+
+    def train_both() -> None:
+        first, second = model(torch.ones(2, WIDTH))
+        first.sum().backward(retain_graph=True)
+        second.sum().backward()
+
+    assert not warned(lambda: [train_both() for _ in range(3)])
 
 
 @on_ranks(2)
