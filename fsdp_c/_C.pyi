@@ -285,6 +285,9 @@ class Runtime:
         """Reshard and unbind the units, as before lazy init. RuntimeError amid a forward or backward."""
     def recover(self) -> None:
         """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first."""
+    def await_failed_backward(self) -> None:
+        """On a GPU, where a backward has raised: wait until autograd's thread has let go of it, and with that
+        everything is as before the step. Amid a backward of another thread it waits 50 ms in vain."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
 

@@ -598,6 +598,8 @@ class FullyShardedDataParallel(ShardedModule):
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
         if kwargs.get("recurse") is False:  # what torch.distributed.checkpoint asks first
             refuse_torchs_checkpoint(unit_name(self.module), FullyShardedDataParallel)
+        if self._unit.runtime is not None:
+            self._unit.runtime.await_failed_backward()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:

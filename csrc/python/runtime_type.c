@@ -81,6 +81,11 @@ static PyObject *recover(PyObject *self, PyObject *unused) {
     return none_or_error(runtime_reset_after_failed_backward(inside(self)));
 }
 
+static PyObject *await_failed_backward(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(runtime_await_failed_backward(inside(self)));
+}
+
 static PyObject *reset_grad_info(PyObject *self, PyObject *unused) {
     (void)unused;
     return none_or_error(runtime_collect_user_grads(inside(self)));
@@ -109,9 +114,13 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"check_order", check_order, METH_VARARGS, NULL}, {"final_callback", final_callback, METH_NOARGS, NULL},
-    {"recover", recover, METH_NOARGS, NULL},          {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
-    {"release", release, METH_NOARGS, NULL},          {NULL, NULL, 0, NULL},
+    {"check_order", check_order, METH_VARARGS, NULL},
+    {"final_callback", final_callback, METH_NOARGS, NULL},
+    {"recover", recover, METH_NOARGS, NULL},
+    {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
+    {"release", release, METH_NOARGS, NULL},
+    {"await_failed_backward", await_failed_backward, METH_NOARGS, NULL},
+    {NULL, NULL, 0, NULL},
 };
 
 /* ---- attributes ---- */

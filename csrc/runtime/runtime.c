@@ -3,6 +3,7 @@
 
 #include <sched.h>
 #include <string.h>
+#include <time.h>
 
 #include "runtime/hook.h"
 #include "runtime/watch.h"
@@ -137,6 +138,20 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
     if (running)
         return running < 0 ? -1 : 0;
     return runtime_reset(runtime);
+}
+
+/* On a GPU the error reaches the script before autograd's own thread lets go of the backward, which takes it no longer than to get
+ * the interpreter's lock. Amid a backward of another thread nothing is let go of, so that the wait has an end. */
+int runtime_await_failed_backward(const struct runtime *runtime) {
+    const struct timespec moment = {.tv_nsec = 100 * 1000};
+    if (!runtime->callback_queued || !streams_are_real(&runtime->schedule.streams))
+        return 0;
+    int running = in_backward();
+    for (int i = 0; i < 500 && !running && runtime->callback_queued; i++) {
+        Py_BEGIN_ALLOW_THREADS nanosleep(&moment, NULL);
+        Py_END_ALLOW_THREADS
+    }
+    return running < 0 ? -1 : 0;
 }
 
 int runtime_root_pre_forward(struct runtime *runtime) {

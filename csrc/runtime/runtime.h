@@ -143,6 +143,7 @@ int runtime_release(
 int runtime_visit(struct runtime *runtime, visitproc visit, void *arg);
 
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
+int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters. 0 or -1 */
 int runtime_root_pre_forward(struct runtime *runtime);
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(struct runtime *runtime);

@@ -85,7 +85,8 @@ def watched_collective(points: Points, name: str) -> Callable[..., Any]:
         except BaseException:
             work.wait()  # the ranks' collectives stay paired
             raise
-        return WatchedWork(points, name, work)
+        watched = WatchedWork(points, name, work)
+        return watched if options.get("async_op") else watched.wait()
 
     return collective
 

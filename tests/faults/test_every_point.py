@@ -77,7 +77,8 @@ class Watched:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         if watch:
             self.watch()
-        self.batch = torch.randn(3, WIDTH, generator=torch.Generator(device()).manual_seed(rank))
+        generator = torch.Generator(device()).manual_seed(rank)
+        self.batch = torch.randn(3, WIDTH, generator=generator, device=device())
         self.batch.requires_grad_(frozen)
 
     def watch(self) -> None:
@@ -183,10 +184,12 @@ def test_an_interrupt_between_any_two_calls_of_a_step_leaves_nothing_behind(
     run = Watched(rank, watch=False, **SCENARIOS[scenario])
     gc.collect()
     gc.disable()  # a collection's callbacks would be points of one rank alone
+    torch.set_default_device(None)  # an interrupt in its handler of functions would turn that off
     try:
         count = raise_everywhere(run, run.whole_step, every_call, error, STRIDE)
     finally:
         gc.enable()
+        torch.set_default_device(device())
     assert count > 100
     assert same(run.trained(), Watched(rank, watch=False, **SCENARIOS[scenario]).trained())
 

@@ -341,7 +341,7 @@ class Block(nn.Module):
         if self.kind in ("conv", "channels_last"):
             return self.inner(torch.tanh(self.first(x.view(1, 1, *x.shape)))).view(x.shape)
         if self.kind == "embedding":
-            rows = torch.arange(x.shape[0]) % self.first.num_embeddings
+            rows = torch.arange(x.shape[0], device=x.device) % self.first.num_embeddings
             return self.inner(self.first(rows) + x)
         if self.kind == "tied":
             return self.inner(self.again(torch.tanh(self.first(x))))

@@ -1,5 +1,7 @@
 /* The functions that torch.cuda's own Python calls in torch._C, and the device's own; install.py puts them in their places. */
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/Storage.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "driver.h"
@@ -107,6 +109,31 @@ struct mem_pool {
     pool_id id;
 };
 
+static PyObject *resize_on_cpu; /* owned for ever */
+
+/* A method of C, as torch's own: nothing is run by the interpreter in it, where a signal would be handled. */
+static PyObject *storage_resize(PyObject *self, PyObject *nbytes) {
+    HANDLE_TH_ERRORS
+    c10::StorageImpl *storage = THPStorage_Unpack(self).unsafeGetStorageImpl();
+    if (storage->device_type() != c10::kCUDA) {
+        return PyObject_CallFunctionObjArgs(resize_on_cpu, self, nbytes, nullptr);
+    }
+    size_t wanted = PyLong_AsSize_t(nbytes);
+    if (PyErr_Occurred()) {
+        return nullptr;
+    }
+    resize_storage(storage, wanted);
+    return Py_NewRef(self);
+    END_HANDLE_TH_ERRORS
+}
+
+static void replace_storage_resize(const py::object &type) {
+    static PyMethodDef method = {"resize_", storage_resize, METH_O, nullptr};
+    resize_on_cpu = py::object(type.attr("resize_")).release().ptr();
+    PyObject *descriptor = PyDescr_NewMethod((PyTypeObject *)type.ptr(), &method);
+    type.attr("resize_") = py::reinterpret_steal<py::object>(descriptor);
+}
+
 struct device_properties {
     std::string name = "Simulated GPU";
     int major = 9, minor = 0, multi_processor_count = 132, warp_size = 32;
@@ -122,9 +149,7 @@ static void bind_memory(py::module_ &module) {
     module.def("beginAllocateToPool", [](int device, id_pair id) { begin_pool(device, {id.first, id.second}); });
     module.def("endAllocateToPool", [](int device, id_pair id) { end_pool(device, {id.first, id.second}); });
     module.def("releasePool", [](int, id_pair) {}); /* its free memory is given back with the rest's */
-    module.def("resize_storage", [](const at::Tensor &holder, size_t nbytes) {
-        resize_storage(holder.storage().unsafeGetStorageImpl(), nbytes);
-    });
+    module.def("replace_storage_resize", &replace_storage_resize);
     module.def("default_generator", [](int device) { return default_generator(device); });
     py::class_<mem_pool>(module, "MemPool")
         .def(py::init<const py::object &, bool, bool, bool>(), py::arg("allocator") = py::none(),

@@ -206,16 +206,8 @@ def _replace_storage_functions(torch: Any, native: Any) -> None:
         nbytes = arguments[0] if arguments else options.get("size", 0)
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
-    def resize_(storage: Any, nbytes: int) -> Any:
-        if storage.device.type != "cuda":
-            return base.resize_(storage, nbytes)
-        with torch.no_grad():
-            holder = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            holder.set_(storage, 0, (0,), (1,))
-        native.resize_storage(holder, nbytes)
-        return storage
-
-    UntypedStorage.__new__, UntypedStorage.resize_ = new, resize_
+    UntypedStorage.__new__ = new
+    native.replace_storage_resize(UntypedStorage)
 
 
 # ---- torch.distributed
