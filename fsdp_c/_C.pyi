@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import disjoint_base
 
-from fsdp_c.flat_param import FlatParameter, FlatParamHandle
-from fsdp_c.sharded_module import ShardedModule
+from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule
 
 # Handle.param_state: what the storage holds
 PARAM_SHARDED: int

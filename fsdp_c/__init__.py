@@ -2,9 +2,12 @@
 
 __version__ = "0.1.0"
 
+import sys
+
 import torch  # isort: skip  # noqa: F401  # first: the C side finds libtorch's symbols in the running process
 
 from fsdp_c import _C  # noqa: F401  # its ImportError says what is missing
+from fsdp_c import wrap as wrap
 from fsdp_c.api import (
     BackwardPrefetch,
     CPUOffload,
@@ -22,16 +25,29 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_c.flat_param import FlatParameter as FlatParameter
-from fsdp_c.forward_methods import register_forward_method as register_forward_method
-from fsdp_c.full_params import iter_full_params as iter_full_params
 from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_c.interop import (
+    _common_utils,
+    _flat_param,
+    _fsdp_extensions,
+    _init_utils,
+    _runtime_utils,
+    _shard_utils,
+    _traversal_utils,
+    _wrap_utils,
+)
 from fsdp_c.interop import install as install
 from fsdp_c.interop import is_installed as is_installed
 from fsdp_c.interop import uninstall as uninstall
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
-from fsdp_c.summary import plan as plan
-from fsdp_c.summary import summary as summary  # from here on fsdp_c.summary is the function
+from fsdp_c.sharding import flat_param
+from fsdp_c.sharding.flat_param import FlatParameter as FlatParameter
+from fsdp_c.state.full_params import iter_full_params as iter_full_params
+from fsdp_c.tools import flight_recorder
+from fsdp_c.tools.summary import plan as plan
+from fsdp_c.tools.summary import summary as summary
+from fsdp_c.training import tree
+from fsdp_c.training.forward_methods import register_forward_method as register_forward_method
 
 __all__ = [
     "BackwardPrefetch",
@@ -56,6 +72,22 @@ _BESIDE_TORCHS = (  # what users use besides; submodules once they are imported
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall plan "
     "summary api checkpoint debug optim wrap"
 ).split()
+
+_ALIASES = {  # modules under the names by which programs, pickles and C know them
+    "_common_utils": _common_utils,
+    "_flat_param": _flat_param,
+    "_fsdp_extensions": _fsdp_extensions,
+    "_init_utils": _init_utils,
+    "_runtime_utils": _runtime_utils,
+    "_shard_utils": _shard_utils,
+    "_traversal_utils": _traversal_utils,
+    "_wrap_utils": _wrap_utils,
+    "flat_param": flat_param,
+    "ledger": flight_recorder,
+    "tree": tree,
+}
+globals().update(_ALIASES)
+sys.modules.update({f"{__name__}.{name}": module for name, module in _ALIASES.items()})
 
 
 def __dir__() -> list[str]:

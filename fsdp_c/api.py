@@ -1,6 +1,6 @@
 """Enums and configuration dataclasses: torch's own, so that users' objects compare equal from either package."""
 
-from fsdp_c.upstream import (
+from fsdp_c.compat.upstream import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c import environment, interop
+from fsdp_c import interop
 from fsdp_c.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fsdp_c.summary import Summary
-from fsdp_c.summary import plan as plan_of
-from fsdp_c.wrap import ModuleWrapPolicy, Policy, size_based_auto_wrap_policy
+from fsdp_c.sharding.wrap import Policy
+from fsdp_c.tools import environment
+from fsdp_c.tools.summary import Summary
+from fsdp_c.tools.summary import plan as plan_of
+from fsdp_c.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 EPILOG = """\
 commands:

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_c import _C
-from fsdp_c.common import tell
-from fsdp_c.flat_param import FlatParamHandle
-from fsdp_c.ledger import ranks_text
-from fsdp_c.sharded_module import units_with_paths
-from fsdp_c.traversal import clean_name, joined
+from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import units_with_paths
+from fsdp_c.sharding.traversal import clean_name, joined
+from fsdp_c.tools.flight_recorder import ranks_text
 
 _NOTHING = torch.iinfo(torch.int64).max
 

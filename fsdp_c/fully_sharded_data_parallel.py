@@ -19,22 +19,7 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp_c import (
-    _C,
-    agreement,
-    buffers,
-    construction,
-    forward_methods,
-    grad_clipping,
-    ledger,
-    left_out,
-    materialization,
-    state_dict,
-    training_warnings,
-    unshard_params,
-)
-from fsdp_c import optim_state_dict as optim_states
-from fsdp_c.aliases import OptimInput, StateDict
+from fsdp_c import _C
 from fsdp_c.api import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -54,13 +39,21 @@ from fsdp_c.api import (
     StateDictType,
     TrainingState,
 )
-from fsdp_c.errors import with_note
-from fsdp_c.execution_order import ExecutionOrder
-from fsdp_c.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
-from fsdp_c.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
-from fsdp_c.sharded_module import ShardedModule, claim_module, handle_of, is_sharded_module, units_of, units_with_paths
-from fsdp_c.summary import describe_unit, log_units
-from fsdp_c.traversal import (
+from fsdp_c.compat import left_out
+from fsdp_c.compat.aliases import OptimInput, StateDict
+from fsdp_c.compat.errors import with_note
+from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
+from fsdp_c.sharding import agreement, buffers, construction, materialization
+from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
+from fsdp_c.sharding.sharded_module import (
+    ShardedModule,
+    claim_module,
+    handle_of,
+    is_sharded_module,
+    units_of,
+    units_with_paths,
+)
+from fsdp_c.sharding.traversal import (
     FLAT_PARAM,
     WRAPPED_MODULE,
     WRAPPED_PREFIX,
@@ -70,7 +63,13 @@ from fsdp_c.traversal import (
     clean_path,
     unwrapped,
 )
-from fsdp_c.wrap import Policy, auto_wrap, check_policy, unit_name
+from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
+from fsdp_c.state import optim_state_dict as optim_states
+from fsdp_c.state import state_dict
+from fsdp_c.tools import flight_recorder
+from fsdp_c.tools.summary import describe_unit, log_units
+from fsdp_c.training import forward_methods, grad_clipping, training_warnings, unshard_params
+from fsdp_c.training.execution_order import ExecutionOrder
 
 __all__ = [
     "FLAT_PARAM",
@@ -377,7 +376,7 @@ class FullyShardedDataParallel(ShardedModule):
             if module._handle is not None:
                 module._handle.name = unit_name(module._fsdp_wrapped_module, clean_path(path))
                 module._handle.optimizer_in_backward = module._handle._has_optim_in_backward
-        ledger.keep(modules)
+        flight_recorder.keep(modules)
         runtime = _C.Runtime([module._unit for module in members])
         self._exec_order_data.bind(self, runtime)
         if self._debug_level == dist.DebugLevel.DETAIL:

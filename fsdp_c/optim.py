@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fsdp_c import _C, tensor_parallel
+from fsdp_c import _C
+from fsdp_c.sharding import tensor_parallel
 
 __all__ = ["FlatAdamW"]
 

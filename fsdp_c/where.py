@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fsdp_c import ledger
+from fsdp_c.tools import flight_recorder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,7 +14,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fsdp_c.where", description="Where each rank is.")
     parser.add_argument("folder", help="what FSDP_C_LEDGER was set to")
     try:
-        print(ledger.describe(ledger.read(parser.parse_args(arguments).folder)))
+        print(flight_recorder.describe(flight_recorder.read(parser.parse_args(arguments).folder)))
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -24,9 +24,10 @@ from torch.distributed.fsdp import _flat_param as torch_flat_param
 from torch.distributed.fsdp import wrap as torch_wrap
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchScaler
 
-from fsdp_c import FlatParameter, FullyShardedDataParallel, flat_param
+from fsdp_c import FlatParameter, FullyShardedDataParallel
+from fsdp_c.compat.standins import wrap as standins_wrap
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler
-from fsdp_c.standins import wrap as standins_wrap
+from fsdp_c.sharding import flat_param
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import device
 

@@ -27,7 +27,7 @@ def main(way: str, rank: int, world_size: int, folder: Path) -> None:
 
     import fsdp_c
 
-    assert fsdp_c.upstream.HAS_FSDP1 == (way == "present"), fsdp_c.upstream.WHY_NO_FSDP1
+    assert fsdp_c.compat.upstream.HAS_FSDP1 == (way == "present"), fsdp_c.compat.upstream.WHY_NO_FSDP1
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     own = folder / way

@@ -1,4 +1,4 @@
-/* The Python type Handle, base of fsdp_c.flat_param.FlatParamHandle. */
+/* The Python type Handle, base of FlatParamHandle. */
 #include "python/layout_type.h"
 #include "python/types.h"
 #include "torch/names.h"

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fsdp_c.aliases import StateDict
 from fsdp_c.checkpoint.folder import CheckpointError, discard, is_checkpoint, make_temporary, sync_folder
 from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
 from fsdp_c.checkpoint.metadata import PathInDict
@@ -28,6 +27,7 @@ from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, me
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.checkpoint.storage import finish_folder, storage_info
 from fsdp_c.checkpoint.values import boxes_of
+from fsdp_c.compat.aliases import StateDict
 
 MAX_RANKS = 1000  # files that are open together
 

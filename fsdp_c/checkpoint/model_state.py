@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from fsdp_c import _C, common
-from fsdp_c.aliases import StateDict
+from fsdp_c import _C
 from fsdp_c.checkpoint.values import (
     RangeTensor,
     box_of_rank,
@@ -18,11 +17,13 @@ from fsdp_c.checkpoint.values import (
     mapped_tensors,
     whole_value,
 )
-from fsdp_c.sharded_module import ShardedModule, handle_of, units_with_paths
-from fsdp_c.sharded_values import ParamForm
-from fsdp_c.state_dict_saving import shard_pieces
-from fsdp_c.traversal import FLAT_PARAM, clean_name, is_unit
-from fsdp_c.unshard_params import check_idle
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.sharding import common
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
+from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
+from fsdp_c.state.sharded_values import ParamForm
+from fsdp_c.state.state_dict_saving import shard_pieces
+from fsdp_c.training.unshard_params import check_idle
 
 EXTRA_STATE = "_extra_state"
 

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fsdp_c.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value
 from fsdp_c.checkpoint.values import global_shape, is_in_parts, value_of_state
-from fsdp_c.optim_params import OptimParam, OptimParams
-from fsdp_c.optim_saving import holds_elements
-from fsdp_c.sharded_module import units_of
-from fsdp_c.sharded_values import param_forms
-from fsdp_c.state_dict_saving import split_shard
-from fsdp_c.traversal import clean_name
+from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
+from fsdp_c.sharding.sharded_module import units_of
+from fsdp_c.sharding.traversal import clean_name
+from fsdp_c.state.optim_params import OptimParam, OptimParams
+from fsdp_c.state.optim_saving import holds_elements
+from fsdp_c.state.sharded_values import param_forms
+from fsdp_c.state.state_dict_saving import split_shard
 
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Value, are_disjoint, check_pickle
 from fsdp_c.checkpoint.storage import check_archive
-from fsdp_c.traversal import FLAT_PARAM
+from fsdp_c.sharding.traversal import FLAT_PARAM
 
 _INERT = {
     ("torch", "device"),

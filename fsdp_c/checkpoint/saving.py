@@ -19,22 +19,23 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
-from fsdp_c import _C, ledger
-from fsdp_c.aliases import StateDict
+from fsdp_c import _C
 from fsdp_c.checkpoint.folder import CheckpointError, check_target, discard, make_temporary
 from fsdp_c.checkpoint.metadata import BytesEntry, Entry, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import EXTRA_STATE, _model_state, model_state, set_extra_state, show_loaded
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
 from fsdp_c.checkpoint.storage import Reader, Report, Writer, item_nbytes, narrowed, read_nested, read_object
 from fsdp_c.checkpoint.values import LocalParts, as_held, mapped_tensors, whole_value
-from fsdp_c.common import tell
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.sharding.common import tell
+from fsdp_c.tools import flight_recorder
 
 T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 EXTRA = "extra"
 
 
-@ledger.phase(_C.LEDGER_SAVE)
+@flight_recorder.phase(_C.LEDGER_SAVE)
 def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -77,7 +78,7 @@ def save(
             writer = Writer(told[0], path, report)
             planner = _SavePlanner(set_total)
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            with ledger.explained(f"saving {path}"):
+            with flight_recorder.explained(f"saving {path}"):
                 dcp.save(
                     state,
                     storage_writer=writer,
@@ -92,7 +93,7 @@ def save(
             discard(temporary)  # it is there after a failure only
 
 
-@ledger.phase(_C.LEDGER_LOAD)
+@flight_recorder.phase(_C.LEDGER_LOAD)
 def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -141,7 +142,7 @@ class _Ranks:
             told = tell(result)
         except Exception as caught:
             error = caught
-        with ledger.explained(what):
+        with flight_recorder.explained(what):
             everything = self._exchange((error and (type(error).__name__, _text(error)), told))
         errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
         kinds = [failed[0] if failed else None for failed, _ in everything]

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePla
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fsdp_c.aliases import StateDict
 from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntry, checksums_content
 from fsdp_c.checkpoint.pieces import FileWriter, Place, in_memory, memory, read_data
+from fsdp_c.compat.aliases import StateDict
 
 Report = Callable[[int], object]  # is told how many bytes more are done
 

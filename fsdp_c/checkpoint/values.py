@@ -23,7 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from fsdp_c import _C
 from fsdp_c.checkpoint.pieces import MAX_NBYTES, is_dense
-from fsdp_c.sharded_values import from_memory_order, memory_order
+from fsdp_c.state.sharded_values import from_memory_order, memory_order
 
 Offsets = tuple[int, ...]
 Order = tuple[int, ...] | None

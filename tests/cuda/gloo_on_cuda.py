@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_c import agreement, redistribution
+from fsdp_c.sharding import agreement
+from fsdp_c.state import redistribution
 
 _GATHERS = ("all_gather_into_tensor", "all_gather_single")
 _SCATTERS = ("reduce_scatter_tensor", "reduce_scatter_single")

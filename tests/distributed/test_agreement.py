@@ -16,8 +16,8 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import agreement
-from fsdp_c.sharded_module import units_with_paths
+from fsdp_c.sharding import agreement
+from fsdp_c.sharding.sharded_module import units_with_paths
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
 

@@ -92,13 +92,13 @@ def test_the_environment_is_read_at_construction(rank: int, world_size: int) -> 
 
 @on_ranks(2)
 def test_each_switch_is_logged_once_per_process(rank: int, world_size: int) -> None:
-    from fsdp_c import flat_param
+    from fsdp_c.sharding import flat_param
 
     flat_param._warn_once.cache_clear()
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_c.flat_param")
+    logger = logging.getLogger("fsdp_c.sharding.flat_param")
     logger.addHandler(handler)
     try:
         with mock.patch.dict("os.environ", {GATHER: "1", REDUCE: "1", SKIP: "1"}):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_c import _C, iter_full_params, redistribution
+from fsdp_c import _C, iter_full_params
+from fsdp_c.state import redistribution
 from tests.distributed.test_sharded_state_dict import FULL, odd, saved, train, wrap
 from tests.parity.engine import same_bits
 from tests.ranks import on_ranks

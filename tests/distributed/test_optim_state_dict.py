@@ -597,9 +597,9 @@ def test_named_state_that_this_rank_lacks_is_warned_of(rank, world_size):
 @on_ranks(2)
 def test_sharded_state_excludes_rank0_only_and_optim_input(rank, world_size):
     """X-162."""
-    from fsdp_c.optim_params import OptimParams
-    from fsdp_c.optim_saving import SaveOptions
-    from fsdp_c.optim_state_dict import _save
+    from fsdp_c.state.optim_params import OptimParams
+    from fsdp_c.state.optim_saving import SaveOptions
+    from fsdp_c.state.optim_state_dict import _save
 
     model, optimizer = trained(True, rank)
     with pytest.raises(AssertionError, match="Expected optim_input to be None and rank0_only to be False"):

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_c import _C, redistribution
-from fsdp_c.redistribution import (
+from fsdp_c import _C
+from fsdp_c.state import redistribution
+from fsdp_c.state.redistribution import (
     Partition,
     chunk_partition,
     gather,

@@ -17,7 +17,7 @@ import fsdp_c
 from fsdp_c import _C, _runtime_utils
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.api import HandleTrainingState
-from fsdp_c.flat_param import FlatParamHandle
+from fsdp_c.sharding.flat_param import FlatParamHandle
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
 from tests.storage import HELD_BACK

@@ -199,7 +199,8 @@ def test_rank0_only_leaves_other_ranks_what_no_unit_manages(
 @on_ranks(2)
 def test_save_holds_one_unit_at_a_time(rank: int, world_size: int, use_orig_params: bool) -> None:
     """Nothing is gathered on the modules, and the buffers of a transfer are those of the largest unit at most."""
-    from fsdp_c import _C, redistribution, state_dict_saving
+    from fsdp_c import _C
+    from fsdp_c.state import redistribution, state_dict_saving
 
     model = wrap(plain(), use_orig_params)
     train(model, rank)
@@ -486,7 +487,7 @@ def test_saved_entries_are_logged_at_info(rank: int, world_size: int) -> None:
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fsdp_c.state_dict")
+    logger = logging.getLogger("fsdp_c.state.state_dict")
     before = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -130,7 +130,7 @@ def test_offload_to_cpu_shows_all_values_on_the_cpu_and_keeps_edits(
 def test_copies_of_an_offload_carry_their_edits_back(
     rank: int, world_size: int, use_orig_params: bool, writeback: bool
 ) -> None:
-    from fsdp_c import unshard_params
+    from fsdp_c.training import unshard_params
 
     model = wrap(plain(), use_orig_params, auto_wrap_policy=None)
     model._lazy_init()

@@ -12,9 +12,10 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_c import _C, common, materialization
+from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.traversal import Subtree
+from fsdp_c.sharding import common, materialization
+from fsdp_c.sharding.traversal import Subtree
 from tests.models import WIDTH, Block, Net
 from tests.parity.engine import Point, Run, Scenario, compare, implementation
 from tests.parity.scenarios import clip_step

@@ -39,7 +39,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.standins import dtensor_extensions as standins
+from fsdp_c.compat.standins import dtensor_extensions as standins
 from tests import tensor_parallel as tp
 from tests.parity.engine import (
     STEPS,
@@ -716,7 +716,7 @@ def local_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[tuple[int,
 @both_views
 @on_ranks(4, timeout_s=120)
 def test_our_extension_does_what_torchs_does(rank: int, world_size: int, use_orig_params: bool) -> None:
-    with mock.patch("fsdp_c.construction.dtensor_extensions", lambda: standins.DTensorExtensions):
+    with mock.patch("fsdp_c.sharding.construction.dtensor_extensions", lambda: standins.DTensorExtensions):
         assert isinstance(wrap(tp.parallelized(plain(), "mlp"))._fsdp_extension, standins.DTensorExtensions)
         compare(Point("tp", "FULL_SHARD", use_orig_params, "fp32"), "sequence", plain_step, rank)
         sharded = test_sharded_state_dict_equals_torchs_and_loads_again.rank_body

@@ -8,7 +8,7 @@ import inspect
 import re
 from typing import Any
 
-from fsdp_c.standins.finder import FSDP, OURS
+from fsdp_c.compat.standins.finder import FSDP, OURS
 from tests.drift.tables import Table
 
 PUBLIC = ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")  # the modules that users import from

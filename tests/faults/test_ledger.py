@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import checkpoint, ledger, where
+from fsdp_c import checkpoint, where
+from fsdp_c.tools import flight_recorder
 from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
@@ -27,12 +28,12 @@ from tests.ranks import device, on_ranks
 
 @contextmanager
 def ledgers(folder: str) -> Iterator[Path]:
-    with mock.patch.dict(os.environ, {ledger.VARIABLE: folder}):
+    with mock.patch.dict(os.environ, {flight_recorder.VARIABLE: folder}):
         try:
             yield Path(folder)
         finally:
             dist.barrier()
-            ledger.close()
+            flight_recorder.close()
 
 
 def build() -> FSDP:
@@ -46,7 +47,7 @@ def build() -> FSDP:
 
 
 def places(folder: Path) -> list[str]:
-    return [ledger.describe([entry._replace(world_size=0)]) for entry in ledger.read(folder)]
+    return [flight_recorder.describe([entry._replace(world_size=0)]) for entry in flight_recorder.read(folder)]
 
 
 @on_ranks(2, label="faults")
@@ -93,7 +94,7 @@ def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
         if rank == 1:
             line = ""
             for _ in range(200):
-                line = ledger.describe(ledger.read(tmp_path))
+                line = flight_recorder.describe(flight_recorder.read(tmp_path))
                 if re.search(waits, line):
                     break
                 time.sleep(0.02)
@@ -158,9 +159,9 @@ def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(
 def test_the_command_groups_ranks_that_are_at_the_same_place(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    waiting = [ledger.Entry(rank, 6, 4, 2, "layers.8", False, "") for rank in (0, 1, 2, 5)]
-    lagging = ledger.Entry(3, 6, 4, 1, "layers.7", False, "the process has ended")
-    with mock.patch.object(ledger, "read", lambda folder: [*waiting, lagging]):
+    waiting = [flight_recorder.Entry(rank, 6, 4, 2, "layers.8", False, "") for rank in (0, 1, 2, 5)]
+    lagging = flight_recorder.Entry(3, 6, 4, 1, "layers.7", False, "the process has ended")
+    with mock.patch.object(flight_recorder, "read", lambda folder: [*waiting, lagging]):
         assert where.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == (
         "rank 3 is in the forward of layers.7 (step 4, the process has ended), "
@@ -197,17 +198,17 @@ def test_the_ledger_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> No
 
 def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
     process = subprocess.Popen(["sleep", "60"])
-    seen = [ledger._process_state(process.pid)]
+    seen = [flight_recorder._process_state(process.pid)]
     for number, expected in ((signal.SIGSTOP, "the process is stopped"), (signal.SIGKILL, "the process has ended")):
         process.send_signal(number)
         for _ in range(200):
-            if ledger._process_state(process.pid) == expected:
+            if flight_recorder._process_state(process.pid) == expected:
                 break
             time.sleep(0.02)
-        seen.append(ledger._process_state(process.pid))
+        seen.append(flight_recorder._process_state(process.pid))
     process.wait()
     assert seen == ["", "the process is stopped", "the process has ended"]
-    assert ledger._process_state(process.pid) == "the process has ended"
+    assert flight_recorder._process_state(process.pid) == "the process has ended"
 
 
 @on_ranks(2, label="faults")

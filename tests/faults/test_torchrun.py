@@ -21,8 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_c import checkpoint, ledger
+from fsdp_c import checkpoint
 from fsdp_c.checkpoint import cli
+from fsdp_c.tools import flight_recorder
 from tests.faults import faulty_lm
 from tests.faults.faulty_lm import LAYERS, ROOT, TIMEOUT, train_lm
 from tests.ranks import pool
@@ -76,7 +77,7 @@ def launch(action: str, phase: str, folder: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new rank may find the address of one that is gone
-        ledger.VARIABLE: str(folder / "ledgers"),
+        flight_recorder.VARIABLE: str(folder / "ledgers"),
     }
     command = [sys.executable, *launcher, *script, *flags]
     with (folder / "output").open("w") as output:

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import _runtime_utils
-from fsdp_c.left_out import REASONS
+from fsdp_c.compat.left_out import REASONS
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecision(param_dtype=torch.bfloat16)

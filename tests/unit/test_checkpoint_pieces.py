@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
 from fsdp_c.checkpoint.values import RangeTensor, boxes_of, whole_value
-from fsdp_c.sharded_values import memory_order
+from fsdp_c.state.sharded_values import memory_order
 
 TENSORS = [
     torch.randn(3, 4),

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_c import cli, environment, interop, upstream
+from fsdp_c import cli, interop
+from fsdp_c.compat import upstream
+from fsdp_c.tools import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -246,7 +246,9 @@ def test_no_shard_on_one_rank_does_not_warn() -> None:
 def test_predivide_factor_is_that_of_torch(size: int, factor: float) -> None:
     from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
-    assert fsdp_c.flat_param.predivide_factor(size) == factor == DefaultState._get_gradient_predivide_factor(size)
+    assert (
+        fsdp_c.sharding.flat_param.predivide_factor(size) == factor == DefaultState._get_gradient_predivide_factor(size)
+    )
 
 
 # ----------------------------------------------------------------- device and materialisation

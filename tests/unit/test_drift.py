@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_c import FullyShardedDataParallel, upstream
+from fsdp_c import FullyShardedDataParallel
+from fsdp_c.compat import upstream
 from tests.drift import ours, tables
 
 VERSION = "{}.{}".format(*upstream.torch_version())

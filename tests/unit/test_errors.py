@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy, _init_utils
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp_c import _C, construction, flat_param, fully_sharded_data_parallel
+from fsdp_c import _C, fully_sharded_data_parallel
 from fsdp_c.api import HandleTrainingState
-from fsdp_c.errors import with_note
-from fsdp_c.flat_param import HandleShardingStrategy
-from fsdp_c.traversal import Subtree
+from fsdp_c.compat.errors import with_note
+from fsdp_c.sharding import construction, flat_param
+from fsdp_c.sharding.flat_param import HandleShardingStrategy
+from fsdp_c.sharding.traversal import Subtree
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests import surface_rows
 from tests.distributed import test_error_words as on_ranks

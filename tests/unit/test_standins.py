@@ -23,8 +23,8 @@ from torch.distributed.fsdp import _fsdp_extensions as torch_fsdp_extensions
 from torch.distributed.fsdp import _shard_utils as torch_shard_utils
 from torch.distributed.fsdp import wrap as torch_wrap
 
-from fsdp_c import upstream
-from fsdp_c.standins import api, common_utils, fsdp_extensions, shard_utils, wrap
+from fsdp_c.compat import upstream
+from fsdp_c.compat.standins import api, common_utils, fsdp_extensions, shard_utils, wrap
 from tests.models import Block, Net
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,7 +257,7 @@ def test_a_module_that_torch_still_has_is_torchs() -> None:
         "sys.meta_path.insert(0, Left())\n"
         "import fsdp_c\n"
         "import torch.distributed.fsdp._common_utils as found\n"
-        "assert found.left and not fsdp_c.upstream.HAS_FSDP1\n"
+        "assert found.left and not fsdp_c.compat.upstream.HAS_FSDP1\n"
     )
 
 

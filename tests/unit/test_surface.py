@@ -18,8 +18,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
-from fsdp_c import FlatParameter, api, flat_param, fully_sharded_data_parallel
+from fsdp_c import FlatParameter, api, fully_sharded_data_parallel
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.sharding import flat_param
 from tests.models import WIDTH, Block, Net
 
 WORLD_SIZE, RANK = 4, 1

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from fsdp_c import tree
+from fsdp_c.training import tree
 
 
 @dataclasses.dataclass

@@ -16,8 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c import wrap as fsdp_wrap
-from fsdp_c.sharded_module import units_with_paths
-from fsdp_c.traversal import clean_path
+from fsdp_c.sharding import wrap as sharding_wrap
+from fsdp_c.sharding.sharded_module import units_with_paths
+from fsdp_c.sharding.traversal import clean_path
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -165,10 +166,10 @@ def test_batch_norm_becomes_a_unit_under_a_functional_policy() -> None:
 def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
     norm = nn.BatchNorm1d(3)
     seen = []
-    fsdp_wrap._keep_in_full_precision(nn.Sequential(norm), ())
+    sharding_wrap._keep_in_full_precision(nn.Sequential(norm), ())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        fsdp_wrap._keep_in_full_precision(nn.Sequential(norm), (nn.BatchNorm1d,))
+        sharding_wrap._keep_in_full_precision(nn.Sequential(norm), (nn.BatchNorm1d,))
     norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
     assert norm(torch.randn(4, 3, dtype=torch.bfloat16)).dtype is torch.bfloat16
     assert norm(torch.randn(4, 3)).dtype is torch.float32

@@ -1,0 +1,265 @@
+"""Stands in for ``torch.distributed.fsdp.wrap``: policies that say which submodules become units, and the walks."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch.nn as nn
+
+from fsdp_c.compat.aliases import Kwargs
+
+# ----------------------------------------------------------------- policies
+
+
+class _Policy(ABC):
+    """Chooses submodules and the keyword arguments that each is wrapped with."""
+
+    @abstractmethod
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
+    ) -> dict[nn.Module, Kwargs]:
+        """The chosen modules, in ``modules()``'s order, each with its arguments."""
+
+
+class ModuleWrapPolicy(_Policy):
+    """Chooses the instances of some classes, with the root's arguments."""
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self._module_classes = set(module_classes)
+        self._module_classes_str = str(self._module_classes)
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
+    ) -> dict[nn.Module, Kwargs]:
+        classes = tuple(self._module_classes)
+        return {
+            module: copy.copy(root_kwargs)
+            for module in root_module.modules()
+            if module not in ignored_modules and isinstance(module, classes)
+        }
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return recurse or isinstance(module, tuple(self._module_classes))
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()}({self._module_classes_str})"
+
+
+class CustomPolicy(_Policy):
+    """Asks a function about every submodule: False, True, or the arguments that differ from the root's."""
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | Kwargs]) -> None:
+        self._lambda_fn = lambda_fn
+
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Kwargs
+    ) -> dict[nn.Module, Kwargs]:
+        chosen = {}
+        for module in root_module.modules():
+            if module in ignored_modules:
+                continue
+            answer = self._lambda_fn(module)
+            if not isinstance(answer, (bool, dict)):
+                raise ValueError(
+                    "The lambda_fn passed to CustomPolicy should return False/True or a kwarg dict, but it returned "
+                    f"{answer} for a {type(module).__name__}"
+                )
+            if answer:
+                chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+        return chosen
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """Every submodule."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """Submodules for which ``lambda_fn`` is true."""
+    return recurse or lambda_fn(module)
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """Instances of the classes of a transformer's layers."""
+    return recurse or isinstance(module, tuple(transformer_layer_cls))
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """Submodules with at least ``min_num_params`` elements that no inner unit holds.
+
+    Inside ``force_leaf_modules`` nothing is wrapped, by default FORCE_LEAF_MODULES of this function; instances of
+    ``exclude_wrap_modules`` are not, by default EXCLUDE_WRAP_MODULES.
+    """
+    if nonwrapped_numel < min_num_params:
+        return False
+    given, defaults = exclude_wrap_modules, "EXCLUDE_WRAP_MODULES"
+    if recurse:
+        given, defaults = force_leaf_modules, "FORCE_LEAF_MODULES"
+    unwanted: set[type[nn.Module]] = getattr(size_based_auto_wrap_policy, defaults) if given is None else given
+    return not isinstance(module, tuple(unwanted))
+
+
+vars(size_based_auto_wrap_policy).update(
+    EXCLUDE_WRAP_MODULES={nn.ModuleList, nn.ModuleDict}, FORCE_LEAF_MODULES={nn.MultiheadAttention}
+)
+
+
+def _or_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
+) -> bool:
+    """What any of several policies chooses."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+def _wrap_module_cls_individually(
+    module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
+) -> bool:
+    """Instances of some classes, as a callable policy."""
+    return recurse or isinstance(module, tuple(module_classes))
+
+
+def _run_mixed_precision_override_policy(
+    root_module: nn.Module,
+    module_classes: Iterable[type[nn.Module]],
+    ignored_modules: set[nn.Module],
+    root_kwargs: Kwargs,
+    target_module_to_kwargs: dict[nn.Module, Kwargs],
+) -> dict[nn.Module, Kwargs]:
+    """Have the instances of some classes among the targets, without mixed precision."""
+    classes = tuple(set(module_classes))
+    for module in root_module.modules():
+        if module not in ignored_modules and isinstance(module, classes):
+            target_module_to_kwargs.setdefault(module, root_kwargs)["mixed_precision"] = None
+    return target_module_to_kwargs
+
+
+# ----------------------------------------------------------------- walks
+
+
+def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Call ``fn`` for each module once, children before their parent; what it returns takes the module's place."""
+    visited = {root_module}
+
+    def visit(module: nn.Module, name: str, parent: nn.Module | None) -> None:
+        for child_name, child in module.named_children():
+            if child not in visited:
+                visited.add(child)
+                visit(child, child_name, module)
+        replacement = fn(module)
+        if replacement is None:
+            return
+        if parent is None:
+            raise AssertionError(
+                f"Non-root modules should have their parent module set but got None for {module}: the root stays"
+            )
+        if not isinstance(replacement, nn.Module):
+            raise AssertionError(f"fn should return None or an nn.Module but got {replacement} for {name!r}")
+        setattr(parent, name, replacement)
+
+    visit(root_module, "", None)
+
+
+def _construct_wrap_fn(
+    root_module: nn.Module, target_module_to_kwargs: dict[nn.Module, Kwargs], fsdp_fn: Callable[..., nn.Module]
+) -> Callable[[nn.Module], nn.Module | None]:
+    """For ``_post_order_apply``: wraps the targets, all but the root."""
+
+    def wrap_target(module: nn.Module) -> nn.Module | None:
+        if module is root_module or module not in target_module_to_kwargs:
+            return None
+        return fsdp_fn(module, **target_module_to_kwargs[module])
+
+    return wrap_target
+
+
+def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+    """Wrap one module; its ``_wrap_overrides`` come before ``kwargs``."""
+    return wrapper_cls(module, **{**kwargs, **getattr(module, "_wrap_overrides", {})})
+
+
+def _recursive_wrap(
+    module: nn.Module,
+    auto_wrap_policy: Callable[..., bool],
+    wrapper_cls: Callable[..., nn.Module],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    only_wrap_children: bool = False,
+    **kwargs: Any,
+) -> tuple[nn.Module, int]:
+    """Wrap the submodules that a callable policy chooses, inner ones first, and with them the module itself.
+
+    The policy is asked twice: on the way down whether to look into a module, and on the way up whether to wrap it, with
+    the elements that are in no unit by then. Returns the module or its wrapper, and how many elements are in units.
+    """
+    if isinstance(wrapper_cls, type):
+        for child in module.modules():
+            if child not in ignored_modules and isinstance(child, wrapper_cls):
+                raise AssertionError(f"Child module {child} is already wrapped: it is in a {type(module).__name__}")
+    numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+    if not auto_wrap_policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return module, 0
+    wrapped_numel = 0
+    for name, child in module.named_children():
+        if child in ignored_modules:
+            continue
+        replacement, numel_of_child = _recursive_wrap(
+            child, auto_wrap_policy, wrapper_cls, ignored_modules, ignored_params, **kwargs
+        )
+        setattr(module, name, replacement)
+        wrapped_numel += numel_of_child
+    if only_wrap_children or not auto_wrap_policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped_numel):
+        return module, wrapped_numel
+    return _wrap(module, wrapper_cls, **kwargs), numel
+
+
+# ----------------------------------------------------------------- wrapping while a model is built
+
+
+class _ConfigAutoWrap:
+    """What ``enable_wrap`` is in force, if any."""
+
+    in_autowrap_context: bool = False
+    wrapper_cls: Callable[..., nn.Module] | None = None
+    kwargs: Kwargs = {}
+
+
+@contextlib.contextmanager
+def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Iterator[None]:
+    """Have ``wrap`` wrap inside the block, by ``wrapper_cls`` and with these arguments. It cannot be nested."""
+    config = _ConfigAutoWrap
+    if config.in_autowrap_context:
+        raise NotImplementedError("You are already within an autowrap context: leave the outer enable_wrap first")
+    config.in_autowrap_context, config.wrapper_cls, config.kwargs = True, wrapper_cls, wrapper_kwargs
+    try:
+        yield
+    finally:
+        config.in_autowrap_context, config.wrapper_cls, config.kwargs = False, None, {}
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """The module wrapped as the ``enable_wrap`` around says, with some arguments of its own; outside one, itself."""
+    if not _ConfigAutoWrap.in_autowrap_context:
+        return module
+    assert _ConfigAutoWrap.wrapper_cls is not None
+    return _wrap(module, _ConfigAutoWrap.wrapper_cls, **{**_ConfigAutoWrap.kwargs, **wrap_overrides})
+
+
+for _value in list(vars().values()):
+    if getattr(_value, "__module__", None) == __name__:
+        _value.__module__ = sys.intern("torch.distributed.fsdp.wrap")

@@ -1,0 +1,275 @@
+"""The one place where names of torch's FSDP1 are imported, and where behaviour follows torch's version.
+
+Where torch has FSDP1, these are its own objects: users' enums, configurations and policies are equal from either
+package. Where it has none any more, those of ``fsdp_c.compat.standins`` take their place, and FSDP1's modules are
+found under their old names, so that old pickles load: see ``fsdp_c.compat.standins.finder``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+
+__all__ = [
+    "FSDP_FLATTENED",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
+    "HAS_FSDP1",
+    "HYBRID_SHARDING_STRATEGIES",
+    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "WHY_NO_FSDP1",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FSDPExtensions",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "HandleShardingStrategy",
+    "HandleTrainingState",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+    "_FSDPState",
+    "_Policy",
+    "_all_gather_dtensor",
+    "_apply_to_modules",
+    "_assert_in_training_states",
+    "_construct_wrap_fn",
+    "_create_chunk_dtensor",
+    "_create_chunk_sharded_tensor",
+    "_ext_all_gather_dtensor",
+    "_ext_chunk_dtensor",
+    "_ext_chunk_tensor",
+    "_ext_post_unflatten_transform",
+    "_ext_pre_flatten_transform",
+    "_ext_pre_load_state_dict_transform",
+    "_get_module_fsdp_state",
+    "_get_module_fsdp_state_if_fully_sharded_module",
+    "_get_param_to_fqns",
+    "_has_fsdp_params",
+    "_is_composable",
+    "_is_fsdp_flattened",
+    "_module_handle",
+    "_named_parameters_with_duplicates",
+    "_or_policy",
+    "_post_order_apply",
+    "_recursive_wrap",
+    "_run_mixed_precision_override_policy",
+    "_set_fsdp_extensions",
+    "_set_fsdp_flattened",
+    "_wrap_module_cls_individually",
+    "always_wrap_policy",
+    "clean_tensor_name",
+    "copies_containers_of_inputs",
+    "dtensor_extensions",
+    "enable_wrap",
+    "fsdp2_module_class",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "torch_version",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]
+
+# ----------------------------------------------------------------- FSDP1's names
+
+WHY_NO_FSDP1 = ""
+try:
+    from torch.distributed.fsdp._common_utils import (
+        FSDP_FLATTENED,
+        FSDP_PREFIX,
+        FSDP_WRAPPED_MODULE,
+        HandleTrainingState,
+        TrainingState,
+        _apply_to_modules,
+        _assert_in_training_states,
+        _FSDPState,
+        _get_module_fsdp_state,
+        _get_module_fsdp_state_if_fully_sharded_module,
+        _get_param_to_fqns,
+        _has_fsdp_params,
+        _is_composable,
+        _is_fsdp_flattened,
+        _module_handle,
+        _named_parameters_with_duplicates,
+        _set_fsdp_flattened,
+        clean_tensor_name,
+    )
+    from torch.distributed.fsdp._flat_param import HandleShardingStrategy
+    from torch.distributed.fsdp._fsdp_extensions import (
+        FSDPExtensions,
+        _ext_all_gather_dtensor,
+        _ext_chunk_dtensor,
+        _ext_chunk_tensor,
+        _ext_post_unflatten_transform,
+        _ext_pre_flatten_transform,
+        _ext_pre_load_state_dict_transform,
+        _set_fsdp_extensions,
+    )
+    from torch.distributed.fsdp._shard_utils import (
+        _all_gather_dtensor,
+        _create_chunk_dtensor,
+        _create_chunk_sharded_tensor,
+    )
+    from torch.distributed.fsdp.api import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as _  # noqa: F401
+    from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
+    from torch.distributed.fsdp.wrap import (
+        CustomPolicy,
+        ModuleWrapPolicy,
+        _construct_wrap_fn,
+        _or_policy,
+        _Policy,
+        _post_order_apply,
+        _recursive_wrap,
+        _run_mixed_precision_override_policy,
+        _wrap_module_cls_individually,
+        always_wrap_policy,
+        enable_wrap,
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+        wrap,
+    )
+except ImportError as _error:
+    WHY_NO_FSDP1 = str(_error)
+    from fsdp_c.compat.standins import finder as _finder
+    from fsdp_c.compat.standins.api import (
+        BackwardPrefetch,
+        CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        HandleShardingStrategy,
+        HandleTrainingState,
+        LocalOptimStateDictConfig,
+        LocalStateDictConfig,
+        MixedPrecision,
+        OptimStateDictConfig,
+        OptimStateKeyType,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictConfig,
+        StateDictSettings,
+        StateDictType,
+        TrainingState,
+    )
+    from fsdp_c.compat.standins.common_utils import (
+        FSDP_FLATTENED,
+        FSDP_PREFIX,
+        FSDP_WRAPPED_MODULE,
+        _apply_to_modules,
+        _assert_in_training_states,
+        _FSDPState,
+        _get_module_fsdp_state,
+        _get_module_fsdp_state_if_fully_sharded_module,
+        _get_param_to_fqns,
+        _has_fsdp_params,
+        _is_composable,
+        _is_fsdp_flattened,
+        _module_handle,
+        _named_parameters_with_duplicates,
+        _set_fsdp_flattened,
+        clean_tensor_name,
+    )
+    from fsdp_c.compat.standins.fsdp_extensions import (
+        FSDPExtensions,
+        _ext_all_gather_dtensor,
+        _ext_chunk_dtensor,
+        _ext_chunk_tensor,
+        _ext_post_unflatten_transform,
+        _ext_pre_flatten_transform,
+        _ext_pre_load_state_dict_transform,
+        _set_fsdp_extensions,
+    )
+    from fsdp_c.compat.standins.shard_utils import (
+        _all_gather_dtensor,
+        _create_chunk_dtensor,
+        _create_chunk_sharded_tensor,
+    )
+    from fsdp_c.compat.standins.wrap import (
+        CustomPolicy,
+        ModuleWrapPolicy,
+        _construct_wrap_fn,
+        _or_policy,
+        _Policy,
+        _post_order_apply,
+        _recursive_wrap,
+        _run_mixed_precision_override_policy,
+        _wrap_module_cls_individually,
+        always_wrap_policy,
+        enable_wrap,
+        lambda_auto_wrap_policy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+        wrap,
+    )
+
+    _finder.insert()
+
+HAS_FSDP1 = not WHY_NO_FSDP1
+
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (HandleShardingStrategy.FULL_SHARD, HandleShardingStrategy.HYBRID_SHARD)
+NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
+    HandleShardingStrategy.SHARD_GRAD_OP,
+    HandleShardingStrategy._HYBRID_SHARD_ZERO2,
+)
+
+
+def dtensor_extensions() -> Callable[[ModuleType], FSDPExtensions]:
+    """The class that flattens DTensors: torch's, which lives beside tensor parallelism, or ours where it has gone."""
+    try:
+        from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
+    except ImportError:
+        from fsdp_c.compat.standins.dtensor_extensions import DTensorExtensions
+    return DTensorExtensions
+
+
+def fsdp2_module_class() -> type | tuple[()]:
+    """FSDP2's class of modules, or () where nothing has imported it yet: then no module is one."""
+    found: type | tuple[()] = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return found
+
+
+# ----------------------------------------------------------------- behaviour that follows torch's version
+
+
+def torch_version() -> tuple[int, int]:
+    """The installed torch's major and minor version."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def copies_containers_of_inputs() -> bool:
+    """Whether a root gives its module lists and dicts of its own. Since torch 2.14 they are the caller's."""
+    return torch_version() < (2, 14)

@@ -1,0 +1,25 @@
+"""The names of torch.distributed.fsdp._flat_param that libraries use."""
+
+from fsdp_c.compat.upstream import (
+    NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+    RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
+)
+from fsdp_c.sharding.flat_param import (
+    FlatParameter,
+    FlatParamHandle,
+    FlatParamShardMetadata,
+    HandleShardingStrategy,
+    ParamInfo,
+    SharedParamInfo,
+)
+
+__all__ = [
+    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
+    "FlatParamHandle",
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "HandleShardingStrategy",
+    "ParamInfo",
+    "SharedParamInfo",
+]

@@ -1,0 +1,108 @@
+"""Functions of the runtime under upstream's private names, in whose place outside code puts its own.
+
+The runtime in C does not call them. Where somebody assigns another function to one of these names, here or, after
+``install()``, in ``torch.distributed.fsdp._runtime_utils``, it calls that one, at the places and with the arguments of
+upstream, and what it wraps is what stands here (H-025).
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from fsdp_c import _C
+from fsdp_c.api import HandleTrainingState
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+def _lazy_init(state: ShardedModule, root_module: nn.Module) -> ShardedModule:
+    """Make ``state`` a root, if it is none yet."""
+    state._lazy_init()
+    return state
+
+
+def _root_pre_forward(state: ShardedModule, module: nn.Module, args: T, kwargs: U) -> tuple[T, U]:
+    """The same; the rest of what begins a forward comes with the forward."""
+    state._lazy_init()
+    return args, kwargs
+
+
+def _post_backward_final_callback(state: ShardedModule, module: nn.Module) -> None:
+    """End a backward; also legal after one that raised."""
+    if state._unit.runtime is not None:
+        state._unit.runtime.recover()
+        state._unit.runtime.final_callback()
+
+
+def _reshard(state: ShardedModule, handle: FlatParamHandle, free_unsharded_flat_param: bool) -> None:
+    """Show the shard again, and free the unsharded storage if wanted."""
+    handle.reshard(free_unsharded_flat_param)
+
+
+def _post_backward_reshard(state: ShardedModule, handle: FlatParamHandle, *unused: object) -> None:
+    """In a backward, when the unit's gradients have been packed: reshard, and prefetch the next unit."""
+    state._unit.post_backward_reshard()
+
+
+def _register_pre_backward_hooks(state: ShardedModule, module: nn.Module, outputs: T, handle: FlatParamHandle) -> T:
+    """After a forward: gather the unit's parameters again when a gradient comes to its outputs, which are returned."""
+    state._unit.register_pre_backward_hooks(outputs)
+    return outputs
+
+
+def _register_post_backward_hook(state: ShardedModule, handle: FlatParamHandle) -> None:
+    """In a forward, once gathered: reduce the unit's gradients when all have come. Without it none come."""
+    state._unit.register_post_backward_hook()
+
+
+def _get_training_state(handle: FlatParamHandle) -> HandleTrainingState:
+    """What the handle is used for now, which decides what is gathered ahead."""
+    return handle._training_state
+
+
+def _get_handle_to_prefetch(state: ShardedModule, current_handle: FlatParamHandle) -> FlatParamHandle | None:
+    """The handle to gather ahead while ``current_handle`` computes, or None."""
+    training_state = _current["_get_training_state"](current_handle)
+    return state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
+
+
+ORIGINALS: dict[str, Callable[..., Any]] = {
+    function.__name__: function
+    for function in (
+        _reshard,
+        _post_backward_reshard,
+        _register_pre_backward_hooks,
+        _register_post_backward_hook,
+        _get_training_state,
+        _get_handle_to_prefetch,
+    )
+}
+_current: dict[str, Callable[..., Any]] = dict(ORIGINALS)
+
+
+def put(name: str, function: Callable[..., Any]) -> None:
+    """Have the runtime call ``function`` in the place of what stands here under this name; the original undoes it."""
+    _current[name] = function
+    if name == "_get_training_state":  # which the runtime asks for through the function that decides on it
+        name = "_get_handle_to_prefetch"
+    called = {name, "_get_training_state"} if name == "_get_handle_to_prefetch" else {name}
+    is_replaced = any(_current[each] is not ORIGINALS[each] for each in called)
+    _C.replace(name, _current[name] if is_replaced else None)
+
+
+class Watched(ModuleType):
+    """A module that tells the runtime what is put in the place of its functions."""
+
+    def __setattr__(self, name: str, value: Callable[..., Any]) -> None:
+        super().__setattr__(name, value)
+        if name in ORIGINALS:
+            put(name, value)
+
+
+sys.modules[__name__].__class__ = Watched

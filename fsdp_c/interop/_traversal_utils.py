@@ -1,0 +1,24 @@
+"""The names of torch.distributed.fsdp._traversal_utils: the units and handles of a module tree."""
+
+from torch import nn
+
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.traversal import is_composable as _composable
+
+__all__ = ["_composable", "_get_fsdp_handles", "_get_fsdp_states", "_get_fsdp_states_with_modules"]
+
+
+def _get_fsdp_states_with_modules(module: nn.Module) -> tuple[list[ShardedModule], list[nn.Module]]:
+    """The units in ``module``, outer before inner, and the modules that hold their states: the same."""
+    fsdp_modules = units_of(module)
+    return list(fsdp_modules), list(fsdp_modules)
+
+
+def _get_fsdp_states(module: nn.Module) -> list[ShardedModule]:
+    return units_of(module)
+
+
+def _get_fsdp_handles(module: nn.Module) -> list[FlatParamHandle]:
+    """The handles of the units in ``module`` that have parameters."""
+    return [fsdp_module._handle for fsdp_module in units_of(module) if fsdp_module._handle is not None]

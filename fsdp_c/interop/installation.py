@@ -1,0 +1,220 @@
+"""Taking the place of torch's FSDP1 in a process: ``install()`` and ``uninstall()``.
+
+[Note: Names that stand for FSDP1]
+Libraries bind FSDP1's class when they are imported (``from torch.distributed.fsdp import FullyShardedDataParallel``)
+and compare types with what they bound. So every module that holds one of torch's objects gets ours under the same name:
+torch's own modules, from which later imports take it, the libraries, and the script. Enums, configurations and wrap
+policies are torch's own on both sides and stay. Where no module holds it (in a local variable, a default argument, a
+dictionary), torch's class itself hands on: calling it makes our units, and its static methods are ours. A torch without
+FSDP1 gets the names that it lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from fsdp_c.compat.standins.finder import FSDP as _FSDP
+from fsdp_c.compat.standins.finder import put_public_names
+from fsdp_c.compat.upstream import HAS_FSDP1
+from fsdp_c.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_c.interop import _runtime_utils
+from fsdp_c.sharded_grad_scaler import ShardedGradScaler
+from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.sharding.traversal import is_unit
+from fsdp_c.training.forward_methods import register_forward_method
+
+# ----------------------------------------------------------------- what replaces torch's names
+
+
+def _register_fsdp_forward_method(
+    original: Callable[[nn.Module, str], None], module: nn.Module, method_name: str
+) -> None:
+    """torch's leaves FSDP1's modules alone; ours gather for the method. See ``fsdp_c.register_forward_method``."""
+    if is_unit(module):
+        register_forward_method(module, method_name)
+    else:
+        original(module, method_name)
+
+
+_OURS: dict[tuple[str, str], object] = {
+    ("fully_sharded_data_parallel", "FullyShardedDataParallel"): FullyShardedDataParallel,
+    ("_flat_param", "FlatParameter"): FlatParameter,
+    ("_flat_param", "FlatParamHandle"): FlatParamHandle,
+    ("sharded_grad_scaler", "ShardedGradScaler"): ShardedGradScaler,
+    ("_runtime_utils", "_lazy_init"): _runtime_utils._lazy_init,
+    ("_runtime_utils", "_root_pre_forward"): _runtime_utils._root_pre_forward,
+    **{("_runtime_utils", name): function for name, function in _runtime_utils.ORIGINALS.items()},
+    ("_runtime_utils", "_post_backward_final_callback"): _runtime_utils._post_backward_final_callback,
+}
+
+
+@functools.cache
+def _replacements() -> dict[int, tuple[object, object]]:
+    """By the id of torch's object: that object, kept so that the id stays its own, and ours."""
+    pairs = [
+        (getattr(importlib.import_module(f"{_FSDP}.{name}"), attr), ours)
+        for (name, attr), ours in _OURS.items()
+        if HAS_FSDP1
+    ]
+    forward_method = getattr(importlib.import_module(_FSDP), "register_fsdp_forward_method", None)
+    if forward_method is not None:
+        pairs.append((forward_method, functools.partial(_register_fsdp_forward_method, forward_method)))
+    return {id(theirs): (theirs, ours) for theirs, ours in pairs}
+
+
+# ----------------------------------------------------------------- install and uninstall
+
+
+class _Installed:
+    """What ``install()`` changed: the names it wrote, and the modules that it has seen."""
+
+    def __init__(self) -> None:
+        self.seen: set[str] = set()
+        self.written: list[tuple[ModuleType, str, object]] = []
+        self.handed_on: dict[str, object] = {}  # what torch's class has of its own under the names that hand on
+        self.added: list[str] = []  # names that torch.distributed.fsdp did not have
+
+
+_installed: _Installed | None = None
+
+
+def is_installed() -> bool:
+    """Whether fsdp_c stands in the place of torch's FSDP1."""
+    return _installed is not None
+
+
+def install() -> None:
+    """Put fsdp_c in the place of torch's FSDP1, in every module imported so far and for every later import.
+
+    ``torch.distributed.fsdp.FullyShardedDataParallel`` is ours from now on, wherever its name was imported to, and
+    ``isinstance`` and ``type(model) is`` hold in libraries as in scripts. Call it at any time before the first model is
+    wrapped; twice is the same as once. ``uninstall()`` undoes it. See [Note: Names that stand for FSDP1].
+
+    Raises RuntimeError, and changes nothing, while units of torch's FSDP1 are alive.
+    """
+    global _installed
+    if _installed is not None:
+        return
+    replacements = _replacements()
+    if HAS_FSDP1:
+        _refuse_live_units("install")
+    installed = _Installed()
+    for module, name, value in _names_of_modules():
+        if id(value) in replacements:
+            installed.written.append((module, name, value))
+            setattr(module, name, replacements[id(value)][1])
+    if HAS_FSDP1:
+        installed.handed_on = _hand_on(_torchs_class())
+        # what is put in the place of the runtime's functions there from now on is called (H-025)
+        _torchs_runtime_utils().__class__ = _runtime_utils.Watched
+    else:
+        installed.added = put_public_names(importlib.import_module(_FSDP))
+    installed.seen.update(sys.modules)
+    _installed = installed
+
+
+def uninstall() -> None:
+    """Undo ``install()``: every name stands for torch's object again, in modules imported since as well.
+
+    A module imported since that itself names fsdp_c in its source keeps what it imported. Units that were built stay
+    what they are. Does nothing where nothing is installed.
+    """
+    global _installed
+    if _installed is None:
+        return
+    for name in _installed.added:
+        delattr(importlib.import_module(_FSDP), name)
+    for name, value in _installed.handed_on.items():
+        setattr(_torchs_class(), name, value)
+    if HAS_FSDP1:
+        _torchs_runtime_utils().__class__ = ModuleType
+    for name in _runtime_utils.ORIGINALS:  # one that is left in torch's module takes torch's place alone
+        _runtime_utils.put(name, getattr(_runtime_utils, name))
+    theirs = {id(ours): original for original, ours in _replacements().values()}
+    for module, name, original in _installed.written:
+        if id(vars(module).get(name)) in theirs:
+            setattr(module, name, original)
+    for module, name, value in _names_of_modules():
+        if id(value) in theirs and module.__name__ not in _installed.seen and not _mentions_us(module):
+            setattr(module, name, theirs[id(value)])
+    _installed = None
+
+
+def _torchs_class() -> Any:
+    return next(theirs for theirs, ours in _replacements().values() if ours is FullyShardedDataParallel)
+
+
+def _hand_on(theirs: type) -> dict[str, object]:
+    """Have torch's class make our units and call our static methods; returns what it had under those names."""
+    had = dict(vars(theirs))
+    ours = {name: value for name, value in vars(FullyShardedDataParallel).items() if isinstance(value, staticmethod)}
+    handing_on: dict[str, object] = {name: value for name, value in ours.items() if name in had}
+    handing_on["__init__"] = _becomes_ours(theirs)
+    for name, value in handing_on.items():
+        setattr(theirs, name, value)
+    return {name: had[name] for name in handing_on}
+
+
+def _becomes_ours(theirs: Any) -> Callable[..., None]:
+    @functools.wraps(theirs.__init__)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not theirs:
+            raise RuntimeError(
+                f"{type(self).__qualname__} was derived from torch's FullyShardedDataParallel before fsdp_c.install() "
+                "took its place, and would train with torch's: call fsdp_c.install() before the class is defined"
+            )
+        self.__class__ = FullyShardedDataParallel
+        self.__init__(*args, **kwargs)
+
+    return construct
+
+
+def _torchs_runtime_utils() -> ModuleType:
+    return importlib.import_module(f"{_FSDP}._runtime_utils")
+
+
+def _names_of_modules() -> list[tuple[ModuleType, str, object]]:
+    return [
+        (module, name, value)
+        for key, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and not _is_ours(key)
+        for name, value in list(vars(module).items())
+    ]
+
+
+def _is_ours(name: str) -> bool:
+    return name.partition(".")[0] == "fsdp_c"
+
+
+def _mentions_us(module: ModuleType) -> bool:
+    try:
+        return "fsdp_c" in inspect.getsource(module)
+    except (OSError, TypeError):
+        return False
+
+
+def _refuse_live_units(verb: str) -> None:
+    foreign = _torchs_class()
+    if not _alive(foreign):
+        return
+    gc.collect()  # of models that are gone but for reference cycles
+    count = _alive(foreign)
+    if count:
+        raise RuntimeError(
+            f"cannot {verb} fsdp_c: {count} unit(s) of torch's FullyShardedDataParallel are alive, and the two cannot "
+            "be mixed. Call fsdp_c.install() before the first model is wrapped, or start the script with "
+            "`torchrun -m fsdp_c script.py`"
+        )
+
+
+def _alive(kind: type) -> int:
+    return sum(issubclass(type(found), kind) for found in gc.get_objects())

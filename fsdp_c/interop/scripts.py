@@ -1,0 +1,75 @@
+"""Scripts run unmodified, with fsdp_c in the place of torch's FSDP1: what ``python -m fsdp_c script.py`` does."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import multiprocessing.spawn
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from fsdp_c.interop.installation import install, is_installed
+
+
+def run_script(path: str, args: list[str]) -> None:
+    """Install, then run the script at ``path`` as ``python path *args`` would, in processes that it spawns as well.
+
+    Raises FileNotFoundError without one.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no script {path!r} to run")
+    _start(path, args, str(Path(path).resolve().parent))
+    runpy.run_path(path, run_name="__main__")
+
+
+def run_module(name: str, args: list[str]) -> None:
+    """Install, then run the module ``name`` as ``python -m name *args`` would, in processes that it spawns as well.
+
+    Raises ModuleNotFoundError without one.
+    """
+    if not module_exists(name):
+        raise ModuleNotFoundError(f"no module {name!r} to run", name=name)
+    _start(name, args, str(Path.cwd()))
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def module_exists(name: str) -> bool:
+    """Whether there is a module ``name``; its parents are imported to find out, and errors of their own are theirs."""
+    importlib.invalidate_caches()
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return False
+    except ValueError:  # "", or a name with nothing between two dots
+        return False
+
+
+def _start(name: str, args: list[str], folder: str) -> None:
+    install()
+    _install_in_spawned_processes()
+    sys.argv = [name, *args]
+    if not getattr(sys.flags, "safe_path", False):  # then no folder was put there for ``-m``
+        sys.path[0] = folder
+
+
+class _Installation:
+    """Unpickling it installs: the first thing in a process that multiprocessing spawns, before it imports the script
+    anew. Without it such a process would train with torch's FSDP1, and nobody would notice."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return install, ()
+
+
+@functools.cache
+def _install_in_spawned_processes() -> None:
+    original = multiprocessing.spawn.get_preparation_data
+
+    def with_installation(name: str) -> dict[str, object]:
+        first = {"fsdp_c": _Installation()} if is_installed() else {}
+        return first | original(name)
+
+    multiprocessing.spawn.get_preparation_data = with_installation

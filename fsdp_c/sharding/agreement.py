@@ -1,0 +1,206 @@
+"""Whether all ranks wrap the same model: compared once, before the first collective of a tree of units (parity 21).
+
+Each rank hashes what its units will gather, in their order; 16 bytes of each rank go over the root's groups. Only where
+they differ are the plans themselves exchanged, and every rank raises the same error, which names the first difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._guards import detect_fake_mode
+
+from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.traversal import clean_path
+
+DIGEST_NBYTES = 16
+
+
+class UnitPlan(NamedTuple):
+    """One unit: what its collectives need, the same on all ranks of its group, and names, which need not be.
+
+    Ranks that ignore different modules may call the same place of the model by different names.
+    """
+
+    module: str
+    parameters: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    sharding_strategy: str
+    padded_numel: int
+    mixed_precision: str
+    use_orig_params: bool
+
+    def needs(self) -> dict[str, object]:
+        """What must be the same, in the order in which differences are looked for."""
+        return {
+            "use_orig_params": self.use_orig_params,
+            "sharding_strategy": self.sharding_strategy,
+            **{f"parameter {index}": shape for index, shape in enumerate(self.shapes)},
+            "dtype": self.dtype,
+            "mixed_precision": self.mixed_precision,
+            "padded number of elements": self.padded_numel,
+        }
+
+    def shown(self) -> dict[str, str]:
+        """needs() as it is told; a parameter by its name as well."""
+        told = {field: repr(value) for field, value in self.needs().items()}
+        for index, (name, shape) in enumerate(zip(self.parameters, self.shapes, strict=True)):
+            told[f"parameter {index}"] = f"{name!r} of shape {shape}"
+        return told
+
+
+class RankPlan(NamedTuple):
+    """The plan of one rank, or why it has none."""
+
+    rank: int
+    error: str | None
+    units: list[UnitPlan]
+
+
+def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], error: Exception | None) -> None:
+    """Raise unless the ``modules``, given with their paths from the root, fit those of all ranks of the root's groups.
+
+    Collective over those groups, unless this rank's plan is the one agreed on before. ``error`` is what this rank found
+    by itself: it is raised here, so that the other ranks hear of it instead of waiting. Units with groups of their own
+    may differ. RuntimeError on every rank, naming the first difference and which ranks have what.
+    """
+    sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
+    plan = [_unit_plan(path, module) for path, module in sharing]
+    digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
+    groups = [group for group in (root.process_group, root._replicate_group) if group is not None and group.size() > 1]
+    try:
+        compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks have nothing to say
+        if compares and not _all_equal(digest, groups, root.compute_device):
+            failure = None if error is None else str(error)
+            everyone = _exchange(RankPlan(dist.get_rank(), failure, plan), groups)
+            raise RuntimeError(difference(everyone))
+    finally:
+        if error is not None:
+            raise error from None  # also where the device is what is wrong, and nothing can be sent
+    root._agreed_plan = digest
+
+
+def _unit_plan(path: str, module: ShardedModule) -> UnitPlan:
+    handle = handle_of(module)
+    flat_param = handle.flat_param
+    return UnitPlan(
+        clean_path(path),
+        tuple(flat_param._fqns),
+        tuple(map(tuple, flat_param._shapes)),
+        str(flat_param.dtype),
+        module.sharding_strategy.name,
+        handle.layout.padded_numel,
+        f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
+        module._use_orig_params,
+    )
+
+
+def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
+    """Units over part of the ranks, experts for instance, are other units elsewhere."""
+    same = module.process_group is root.process_group and module._replicate_group is root._replicate_group
+    return same and module._handle is not None
+
+
+def digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_NBYTES).digest()
+
+
+def _all_equal(digest: bytes, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
+    """Over several groups each step passes on what it saw, so that all ranks come to the same answer."""
+    equal = True
+    for group in groups:
+        everyone = _gather(digest, group, device)
+        if everyone[group.rank()] != digest:
+            continue  # this group sends nothing: a dry run
+        equal = equal and len(set(everyone)) == 1
+        digest = digest_of(b"".join(everyone))
+    return equal
+
+
+def _gather(digest: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    # The group's own method: what stands under the name in torch.distributed is watched for parameters.
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    everyone = torch.zeros(group.size() * DIGEST_NBYTES, dtype=torch.uint8, device=device)
+    if not hasattr(group, "_allgather_base"):
+        raise TypeError(
+            f"rank {group.rank()}: its process group {group!r} cannot all-gather: it has no _allgather_base(). Pass a "
+            "torch.distributed.ProcessGroup, or one of its backends"
+        )
+    work = group._allgather_base(everyone, own)
+    if work is not None:
+        work.wait()
+    data = bytes(everyone.tolist())
+    return [data[start : start + DIGEST_NBYTES] for start in range(0, len(data), DIGEST_NBYTES)]
+
+
+def _exchange(plan: RankPlan, groups: Sequence[dist.ProcessGroup]) -> list[RankPlan]:
+    known = [plan]
+    for group in groups:
+        known = [one for part in tell(known, group) for one in part]
+    return sorted(known)
+
+
+# ----------------------------------------------------------------- the difference
+
+
+def difference(plans: Sequence[RankPlan]) -> str:
+    """What to tell the user about plans that are not all equal."""
+    failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
+    if failed:
+        return "other ranks cannot initialise their units, so that this one cannot either:\n" + "\n".join(failed)
+    for index in range(max(len(plan.units) for plan in plans)):
+        found = _unit_difference(index, plans)
+        if found is not None:
+            field, values = found
+            held = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            return (
+                f"ranks wrap different models. The first difference is in unit {index}, {_name(index, plans)}: {field} "
+                f"is {held}. Build the same model with the same arguments on every rank."
+            )
+    return "ranks wrap different models"
+
+
+def _unit_difference(index: int, plans: Sequence[RankPlan]) -> tuple[str, dict[str, list[int]]] | None:
+    """The first field in which the units at ``index`` differ, and which ranks have which value."""
+    units = {plan.rank: plan.units[index] for plan in plans if index < len(plan.units)}
+    if len(units) < len(plans):
+        return "module", _ranks_by({plan.rank: _module(units.get(plan.rank)) for plan in plans})
+    needs = {rank: unit.needs() for rank, unit in units.items()}
+    for field in max(needs.values(), key=len):
+        if len({own.get(field) for own in needs.values()}) > 1:
+            return field, _ranks_by({rank: unit.shown().get(field, "none") for rank, unit in units.items()})
+    return None
+
+
+def _ranks_by(values: dict[int, str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, value in values.items():
+        ranks[value].append(rank)
+    return ranks
+
+
+def _module(unit: UnitPlan | None) -> str:
+    return "none" if unit is None else repr(unit.module)
+
+
+def _name(index: int, plans: Sequence[RankPlan]) -> str:
+    """The unit at ``index``, by each of the names that it has."""
+    names = _ranks_by({plan.rank: plan.units[index].module for plan in plans if index < len(plan.units)})
+    if len(names) == 1:
+        return _named(next(iter(names)))
+    return ", ".join(f"{_named(name)} on {_ranks(ranks)}" for name, ranks in names.items())
+
+
+def _named(module: str) -> str:
+    return f"the module {module!r}" if module else "the root"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,46 @@
+"""Buffers are not sharded; with buffer mixed precision they are cast once, at lazy initialisation.
+
+With FSDP_USE_FULL_PREC_IN_EVAL they are cast back for a forward in eval mode, and again for the next one in training.
+"""
+
+from collections.abc import Iterable
+
+import torch
+
+from fsdp_c.sharding.sharded_module import ShardedModule, is_sharded_module
+from fsdp_c.sharding.traversal import Subtree, clean_name, clean_path, joined
+
+
+def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
+    """The dtype of every buffer under its name in the user's own model, to which checkpoints cast back."""
+    dtypes = {clean_name(name): buffer.dtype for buffer, name in tree.buffers.items()}
+    for module in filter(is_sharded_module, tree.units):
+        path, inner = tree.units[module], module._buffer_name_to_orig_dtype.items()
+        dtypes.update((joined(clean_path(path), name), dtype) for name, dtype in inner)
+    return dtypes
+
+
+def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device) -> None:
+    """Cast each floating buffer to the ``buffer_dtype`` of the innermost unit around it; move all to ``device``.
+
+    ``modules`` in traversal order. Ignored buffers stay as they are.
+    """
+    visited: set[torch.Tensor] = set()
+    for module in reversed(list(modules)):
+        dtype = module.mixed_precision.buffer_dtype
+        for name, buffer in module.named_buffers():
+            if buffer in visited:
+                continue
+            visited.add(buffer)
+            if clean_name(name) in module._ignored_buffer_names:
+                continue
+            buffer.data = buffer.to(
+                device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
+            )
+
+
+def cast_back(root: ShardedModule) -> None:
+    """Give the buffers below ``root`` their original dtypes; values rounded by an earlier cast stay so."""
+    dtypes = root._buffer_name_to_orig_dtype
+    for name, buffer in root.named_buffers():
+        buffer.data = buffer.to(dtype=dtypes.get(clean_name(name)))

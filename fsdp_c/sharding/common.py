@@ -1,0 +1,87 @@
+"""What state dicts and summon_full_params share: parameters by their names, and contexts over one unit."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
+from fsdp_c.sharding.sharded_module import ShardedModule
+
+T = TypeVar("T")
+_ABSENT = object()
+
+
+def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
+    """The original parameters of ``handle``, then the further names of shared ones; empty without a handle."""
+    return [] if handle is None else handle.managed_params
+
+
+@contextlib.contextmanager
+def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
+    """Show other tensors as the parameters of the modules, and put back at exit exactly what was found."""
+    found = []
+    try:
+        for param, tensor in params:
+            registered, attributes = param.module._parameters, param.module.__dict__
+            found.append((registered, param.name, registered.get(param.name, _ABSENT)))
+            found.append((attributes, param.name, attributes.pop(param.name, _ABSENT)))
+            registered[param.name] = tensor  # type: ignore[assignment]  # which nn.Module would refuse
+        yield
+    finally:
+        for mapping, name, value in reversed(found):
+            _put_back(mapping, name, value)
+
+
+def _put_back(mapping: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        mapping.pop(name, None)
+    else:
+        mapping[name] = value
+
+
+@contextlib.contextmanager
+def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
+    """Lazily initialise ``fsdp_module``, and undo it at exit where nothing was initialised before.
+
+    A state dict or a look at the parameters must not decide which unit is the root, and not all ranks need take one.
+    """
+    unbound = fsdp_module._unit.runtime is None
+    fsdp_module._lazy_init(alone=True)
+    try:
+        yield
+    finally:
+        if unbound and (runtime := fsdp_module._unit.runtime) is not None:
+            runtime.release()
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Without garbage collection: a state dict is thousands of objects at once, none of them garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def tell(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+    """What every rank of the group passes, in their order. Collective."""
+    told = [mine] * dist.get_world_size(group)
+    if len(told) > 1:
+        dist.all_gather_object(told, mine, group=group)
+    return told
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on ``device``; CPU work is never outstanding."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)

@@ -1,0 +1,531 @@
+"""What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
+
+import atexit
+import functools
+import importlib
+import numbers
+import os
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_c import _C
+from fsdp_c.api import (
+    HYBRID_SHARDING_STRATEGIES,
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fsdp_c.compat.upstream import FSDPExtensions, _FSDPState, dtensor_extensions, fsdp2_module_class
+from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
+from fsdp_c.sharding.traversal import Subtree, clean_name, is_composable, is_unit, joined
+
+CPU = torch.device("cpu")
+
+
+# ---- arguments of the wrong type
+
+
+def check_settings(
+    strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
+) -> None:
+    """TypeError for settings of other types than those of torch.distributed.fsdp; what is false stands for None."""
+    _check_type("sharding_strategy", strategy, ShardingStrategy, "ShardingStrategy.FULL_SHARD")
+    _check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "BackwardPrefetch.BACKWARD_PRE")
+    if mixed_precision:
+        example = "MixedPrecision(param_dtype=torch.bfloat16)"
+        _check_type("mixed_precision", mixed_precision, MixedPrecision, example)
+    if isinstance(mixed_precision, MixedPrecision):
+        _check_dtypes(mixed_precision)
+    if cpu_offload:
+        _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
+
+
+def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
+    """TypeError for arguments that name no group, mesh or device; ValueError for a group that this rank is not in."""
+    _check_type("device_mesh", device_mesh, DeviceMesh, 'init_device_mesh("cuda", (world_size,))')
+    is_device = isinstance(device_id, (numbers.Integral, str, torch.device)) and not isinstance(device_id, bool)
+    if device_id is not None and not is_device:
+        raise TypeError(
+            f"device_id must be a torch.device or the index of one, not {type(device_id).__name__} {device_id!r}: pass "
+            "for instance torch.device('cpu')"
+        )
+    for group in process_group if isinstance(process_group, (tuple, list)) else (process_group,):
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"rank {_global_rank()} is not in process_group: wrap the module on the ranks of the group only, or "
+                "pass a group with all ranks that wrap it"
+            )
+        if not _says_its_rank(group):
+            _check_type("process_group", group, dist.ProcessGroup, "torch.distributed.new_group(ranks)")
+
+
+def _says_its_rank(group: object) -> bool:
+    """Is it a backend, or what stands for a group in a test? What else it lacks is named when it is asked for."""
+    return all(callable(getattr(group, name, None)) for name in ("rank", "size"))
+
+
+def _check_dtypes(mixed_precision: MixedPrecision) -> None:
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(mixed_precision, name)
+        _check_type(f"MixedPrecision.{name}", dtype, torch.dtype, "torch.bfloat16")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"MixedPrecision.{name} is {dtype}: pass a floating-point dtype, as torch.bfloat16")
+
+
+def _check_type(name: str, value: object, kind: type, example: str) -> None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(
+            f"{name} must be a {kind.__name__} or None, not {type(value).__name__} {value!r}: pass for instance "
+            f"{example}"
+        )
+
+
+# ---- modules that cannot be wrapped
+
+
+def refuse_foreign_units(tree: Subtree) -> None:
+    """ValueError if there are units of torch's own FSDP: one model is run by one implementation."""
+    foreign = (_FSDPState, fsdp2_module_class())
+    for submodule, path in tree.modules.items():
+        if isinstance(submodule, foreign):
+            where = f"its submodule {path!r}" if path else "it"
+            raise ValueError(
+                f"cannot wrap {type(tree.root).__name__}: {where} is already sharded by torch's own FSDP "
+                f"({type(submodule).__name__}). "
+                "Build that part from the plain module with fsdp_c.FullyShardedDataParallel, or wrap the whole model "
+                "with torch's"
+            )
+
+
+def warn_of_useless_unit(module: nn.Module) -> None:
+    """UserWarning for what nobody gains from: a container whose forward nobody calls, so that its parameters would
+    never be gathered, and a unit, which leaves nothing to the unit around it."""
+    if is_unit(module):
+        warnings.warn(
+            "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap once",
+            stacklevel=3,
+        )
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            "FSDP will not all-gather parameters for containers that do not implement forward: wrap the elements of "
+            f"the {type(module).__name__} instead",
+            stacklevel=3,
+        )
+
+
+# ---- ignored states
+
+
+class IgnoredStates(NamedTuple):
+    """What a unit leaves alone. The buffers are named as in the user's own model, from the wrapped module."""
+
+    modules: set[nn.Module]
+    params: set[nn.Parameter]
+    buffer_names: set[str]
+
+
+def resolve_ignored_states(
+    tree: Subtree,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> IgnoredStates:
+    """The modules (with subtrees), parameters and buffers to ignore, those of inner units among them."""
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(
+            "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes modules too"
+        )
+    modules, params = _split_ignored(ignored_modules, ignored_states)
+    for candidate in modules:
+        if is_unit(candidate):
+            raise ValueError("`ignored_modules` should not include FSDP modules: pass the module that the unit wraps")
+    modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
+    ignored = IgnoredStates(set(), set(params), set())
+    if modules:
+        _ignore_modules(tree, modules, ignored)
+    for fsdp_module in filter(is_sharded_module, tree.units):
+        ignored.modules.update(fsdp_module._ignored_modules)
+        ignored.params.update(fsdp_module._ignored_params)
+        ignored.buffer_names.update(fsdp_module._ignored_buffer_names)
+    flattened = {param for param in ignored.params if is_flattened(param)}
+    ignored.params.difference_update(flattened)
+    return ignored
+
+
+def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: IgnoredStates) -> None:
+    """Add to ``ignored`` what is in ``modules``, but for the units inside."""
+    ignored.modules.update(child for root in modules for child in root.modules() if not is_unit(child))
+    if tree.root in ignored.modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will result in all "
+            f"parameters being ignored: leave the {type(tree.root).__name__} out of ignored_modules or do not wrap it",
+            stacklevel=4,
+        )
+    ignored.params.update(param for child in ignored.modules for param in child.parameters())
+    buffers = {buffer for child in ignored.modules for buffer in child.buffers()}
+    ignored.buffer_names.update(clean_name(name) for buffer, name in tree.buffers.items() if buffer in buffers)
+
+
+def _split_ignored(
+    modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The ignored modules and the ignored parameters of the one argument that was given."""
+    name = "ignored_modules" if states is None else "ignored_states"
+    passed = modules if states is None else states
+    if passed is None:
+        return [], []
+    try:
+        given: list[Any] = list(passed)
+    except TypeError as error:
+        raise TypeError(f"{error}: pass a list as {name}") from error
+    if all(isinstance(state, nn.Module) for state in given):
+        return given, []
+    if states is not None and all(isinstance(state, nn.Parameter) for state in given):
+        return [], given
+    types = sorted({type(state) for state in given}, key=repr)
+    expected, remedy = "all nn.Parameter or all nn.Module", "pass one kind only"
+    if states is None:
+        expected, remedy = "nn.Module", "pass parameters as ignored_states"
+    raise ValueError(f"{name} expects {expected} list elements but got types {types}: {remedy}")
+
+
+@functools.cache
+def _skip_in_dynamo() -> None:
+    """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
+    importlib.import_module("torch._dynamo.trace_rules").add("fsdp_c")
+
+
+def annotate_for_dynamo(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
+    """Mark the modules whose parameters are views that change from forward to forward."""
+    _skip_in_dynamo()
+    marks = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": use_orig_params}
+    for submodule in (*tree.modules, *tree.units):
+        if submodule not in ignored_modules:
+            vars(submodule).update(marks)
+
+
+# ---- process groups and strategy
+
+
+GroupArgument = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+
+
+class ProcessGroups(NamedTuple):
+    """The group a unit shards over, and for hybrid strategies the group of its replicas."""
+
+    shard: dist.ProcessGroup
+    replicate: dist.ProcessGroup | None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ranks' gradients are averaged."""
+        return self.shard.size() * (self.replicate.size() if self.replicate is not None else 1)
+
+
+def resolve_process_groups(
+    process_group: GroupArgument,
+    strategy: ShardingStrategy | None,
+    device_mesh: DeviceMesh | None,
+    has_policy: bool,
+    device: torch.device,
+) -> ProcessGroups:
+    """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all ranks."""
+    if process_group is not None and device_mesh is not None:
+        raise ValueError(
+            "Cannot pass both process_group and device_mesh at the same time: the groups are those of the mesh"
+        )
+    if strategy in HYBRID_SHARDING_STRATEGIES:
+        return _hybrid_groups(process_group, strategy, device_mesh, has_policy, device)
+    if device_mesh is not None:
+        return ProcessGroups(device_mesh.get_group(mesh_dim=0), None)
+    if isinstance(process_group, (tuple, list)):
+        raise ValueError(
+            f"{strategy or ShardingStrategy.FULL_SHARD} takes one process group, but got {len(process_group)}; "
+            "a (shard, replicate) pair is for hybrid strategies"
+        )
+    return ProcessGroups(process_group if process_group is not None else _default_group(), None)
+
+
+def _default_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ValueError(
+            "Default process group has not been initialized: call torch.distributed.init_process_group() before "
+            "wrapping, in a script started with torchrun, or pass process_group"
+        )
+    return group
+
+
+def _hybrid_groups(
+    process_group: GroupArgument,
+    strategy: ShardingStrategy,
+    device_mesh: DeviceMesh | None,
+    has_policy: bool,
+    device: torch.device,
+) -> ProcessGroups:
+    if device_mesh is not None:
+        if device_mesh.ndim != 2:
+            raise ValueError(
+                f"Expected device_mesh to have ndim=2 but got {device_mesh.ndim}: {strategy} takes dimensions "
+                "(replicate, shard)"
+            )
+        return ProcessGroups(device_mesh.get_group(mesh_dim=1), device_mesh.get_group(mesh_dim=0))
+    if process_group is None and not has_policy:
+        raise ValueError(
+            f"Manual wrapping with {strategy} requires explicit specification of process group or device_mesh, the "
+            "same for all units: a (shard, replicate) pair or a 2-D mesh"
+        )
+    if process_group is None:
+        return _groups_by_node(_default_group(), device)
+    is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+    if not isinstance(process_group, tuple) or not is_pair or not all(map(_is_group, process_group)):
+        raise ValueError(
+            "Expected process_group to be passed in as either None or a (shard, replicate) tuple of two process "
+            f"groups with {strategy}, but got {type(process_group).__name__}"
+        )
+    return ProcessGroups(*process_group)
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dist.ProcessGroup)
+
+
+def _groups_by_node(world: dist.ProcessGroup, device: torch.device) -> ProcessGroups:
+    """Shard inside a node, replicate over the ranks of equal place in their nodes. Every rank makes every group."""
+    on_cpu = device.type == "cpu"
+    ranks_per_node = torch.get_device_module(device).device_count()
+    if on_cpu:
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size()))
+    if world.size() % ranks_per_node:
+        raise ValueError(
+            f"hybrid sharding without groups needs nodes of equal size, but {world.size()} ranks do not fill nodes of "
+            f"{ranks_per_node}; pass process_group as a (shard, replicate) pair or a 2-D device_mesh"
+        )
+    return groups_of_nodes(world, ranks_per_node)
+
+
+def groups_of_nodes(world: dist.ProcessGroup, ranks_per_node: int) -> ProcessGroups:
+    """Nodes of consecutive ranks. Collective over all ranks."""
+    shard, _ = dist.new_subgroups(ranks_per_node)
+    backend = dist.get_backend(world)
+    replicas = [
+        dist.new_group(list(range(place, world.size(), ranks_per_node)), backend=backend)
+        for place in range(ranks_per_node)
+    ]
+    return ProcessGroups(shard, replicas[world.rank() % ranks_per_node])
+
+
+def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """The strategy in effect: FULL_SHARD by default, NO_SHARD on one rank. Warns where it is not the one asked for."""
+    effective = effective_strategy(strategy, world_size)
+    asked = strategy or ShardingStrategy.FULL_SHARD
+    if effective is not asked:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {asked} since the world size is 1.", stacklevel=3
+        )
+    elif asked is ShardingStrategy.NO_SHARD and world_size > 1:
+        warnings.warn(
+            "The `NO_SHARD` sharding strategy is deprecated: torch.nn.parallel.DistributedDataParallel does the same.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return effective
+
+
+def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
+    """``resolve_strategy`` without a word."""
+    return (strategy or ShardingStrategy.FULL_SHARD) if world_size > 1 else ShardingStrategy.NO_SHARD
+
+
+def _global_rank() -> int:
+    """This process's rank for messages made before its groups are known."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def tensor_parallel_extension(device_mesh: DeviceMesh | None, device: torch.device) -> FSDPExtensions | None:
+    """The extension that flattens DTensor parameters, where ``device_mesh`` is a slice of a larger mesh; else None."""
+    if device_mesh is None or device_mesh._get_root_mesh() == device_mesh:
+        return None
+    return dtensor_extensions()(torch.get_device_module(device))
+
+
+# ---- device
+
+
+def resolve_device(
+    tree: Subtree, ignored_params: set[nn.Parameter], device_id: int | torch.device | None
+) -> torch.device:
+    """The device that computes: ``device_id``, else the parameters' own, else the current accelerator, else the CPU."""
+    if device_id is not None:
+        return _with_index(device_id if isinstance(device_id, torch.device) else _device_of_index(device_id))
+    params = (param for param in own_params(tree, ignored_params) if not is_flattened(param))
+    found = {param.device for param in params} - {CPU, torch.device("meta")}
+    types = sorted({device.type for device in found})
+    if len(types) > 1:
+        raise RuntimeError(
+            f"FSDP does not support modules with different device types but got params on {types}: move the "
+            "module to one device, or pass the parameters of the others in ignored_states"
+        )
+    if found:
+        return min(found, key=str)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return CPU
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _device_of_index(device_id: int | str) -> torch.device:
+    try:
+        return torch.device(device_id)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"device_id={device_id!r} on rank {_global_rank()} names no device here ({error}); leave it out to run on "
+            "the CPU"
+        ) from error
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """``device`` with an explicit index; the CPU, whose index says nothing, without one."""
+    if device.type == "cpu":
+        return CPU
+    rank = _global_rank()
+    try:
+        backend = torch.get_device_module(device)
+    except RuntimeError as error:
+        raise AttributeError(
+            f"Device '{device}' does not have a corresponding backend registered as 'torch.{device.type}': import what "
+            f"provides it, or pass another device_id (rank {rank})"
+        ) from error
+    if not backend.is_available():
+        raise RuntimeError(
+            f"device_id={device} on rank {rank}, but torch finds no {device.type} device; leave it out for the CPU"
+        )
+    if device.index is not None:
+        return device
+    current = torch.device(device.type, backend.current_device())
+    warnings.warn(
+        f"FSDP got the argument `device_id` {device} on rank {rank}, which does not have an explicit index: it uses "
+        f"the current device, {current}; pass the index, or set the current device before wrapping",
+        stacklevel=4,
+    )
+    return current
+
+
+def check_single_device(
+    tree: Subtree, params: Collection[nn.Parameter], device_id: int | torch.device | None, unit: str, rank: int
+) -> None:
+    """RuntimeError unless ``params`` are on one device, or partly on the CPU with a ``device_id`` to go to."""
+    devices = {param.device for param in params}
+    if len(devices) < 2 or (len(devices) == 2 and CPU in devices and device_id is not None):
+        return
+    examples = {str(param.device): tree.param_name(param) for param in params}
+    found = ", ".join(f"{name!r} on {device}" for device, name in sorted(examples.items()))
+    if len(devices) == 2 and CPU in devices:
+        raise RuntimeError(
+            "To support a module with both CPU and GPU params, please pass in device_id: "
+            f"{unit} on rank {rank} has {found}"
+        )
+    raise RuntimeError(
+        f"FSDP only supports single device modules but got params on several: {unit} on rank {rank} has {found}; move "
+        "it to one of them"
+    )
+
+
+def check_compute_device(
+    tree: Subtree, params: Collection[nn.Parameter], compute_device: torch.device, unit: str, rank: int
+) -> None:
+    """ValueError if parameters are on another accelerator than the one that ``device_id`` names."""
+    for param in params:
+        if param.device not in (compute_device, CPU):
+            raise ValueError(
+                f"Inconsistent compute device and `device_id` on rank {rank}: {param.device} vs {compute_device}, by "
+                f"{tree.param_name(param)!r} of {unit}; move the module or pass its device"
+            )
+
+
+# ---- owned parameters
+
+
+def is_flattened(param: torch.Tensor) -> bool:
+    """True for a flat parameter, and for an original parameter that a unit shows in its place."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters for a unit to own, in order: not ignored, in no inner unit."""
+    return [param for param in tree.params if param not in ignored_params] if ignored_params else list(tree.params)
+
+
+def check_params(
+    tree: Subtree,
+    params: Collection[nn.Parameter],
+    unit: str,
+    owners: Mapping[nn.Parameter, tuple[str, str]] | None = None,
+) -> None:
+    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already.
+
+    ``owners``: name and unit of the parameters that will have an owner, where the units are only planned.
+    """
+    for param in params:
+        if param.dim() == 0:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor with numel "
+                f"equal to 1: it is in {unit}"
+            )
+        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None) or (owners or {}).get(param)
+        if owner is not None or is_flattened(param):
+            where = "the flat parameter of another unit"
+            if owner is not None:
+                fqn, other = owner
+                where = f"{clean_name(fqn)!r} of {other}"
+            raise ValueError(
+                f"{tree.param_name(param)!r} of {unit} is the same parameter as {where}, and one parameter belongs to "
+                "one unit: wrap the module that contains both and neither of the two, or pass one of them in "
+                "ignored_states"
+            )
+
+
+def claim_params(params: Iterable[nn.Parameter], fqns: Iterable[str], unit: str) -> None:
+    """Note on the parameters which unit owns them, for the error of the next unit that would."""
+    for param, fqn in zip(params, fqns, strict=True):
+        param._fsdp_owner = (fqn, unit)  # type: ignore[attr-defined]  # a mark on the user's own parameter
+
+
+def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: str) -> None:
+    """RuntimeError if a parameter is left that neither a unit owns nor the user ignores."""
+    for submodule, path in tree.modules.items():
+        for name, param in submodule._parameters.items():
+            if param is not None and param not in ignored_params and not is_flattened(param):
+                raise RuntimeError(
+                    f"Found an unflattened parameter: {clean_name(joined(path, name))} of shape {tuple(param.shape)} "
+                    f"in {unit}"
+                )
+
+
+# ---- the end of the process
+
+_OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
+
+
+def _let_groups_go() -> None:
+    """Let groups that the script has destroyed be freed before the interpreter ends, not while it does.
+
+    Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the script
+    destroys none, torch.distributed keeps them as long as the process lives, and nothing is done.
+    """
+    if dist.is_initialized():
+        return
+    _C.let_groups_go()
+    for fsdp_module in claimed_units():
+        for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
+            attributes = getattr(owner, "__dict__", {})
+            attributes.update((name, None) for name, it in attributes.items() if isinstance(it, dist.ProcessGroup))
+
+
+atexit.register(_let_groups_go)

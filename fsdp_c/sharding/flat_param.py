@@ -1,0 +1,709 @@
+"""The flat parameter of a unit and the Python face of its handle: names and metadata; storage is the business of C."""
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from fsdp_c import _C
+from fsdp_c.api import HandleTrainingState, ShardingStrategy
+from fsdp_c.compat import left_out
+from fsdp_c.compat.mixed_use import refuse_torchs_functions
+from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy
+from fsdp_c.sharding import tensor_parallel
+from fsdp_c.sharding.traversal import ParamInfo, Subtree, clean_name, joined, unwrapped
+
+__all__ = [
+    "FlatParamHandle",
+    "FlatParamShardMetadata",
+    "FlatParameter",
+    "HandleShardingStrategy",
+    "ParamInfo",
+    "SharedParamInfo",
+]
+
+logger = logging.getLogger(__name__)
+
+ALIGNMENT_NBYTES = 16
+PADDING_VALUE = 42.0  # shows up in a debugger; never in a user's tensor
+
+
+class SharedParamInfo(NamedTuple):
+    """One more occurrence of a parameter, and its first (primary) one."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+    prim_param_name: str
+    prim_module: nn.Module
+    prim_module_name: str
+
+
+class ShardParamInfo(NamedTuple):
+    """The part of a parameter that this rank's shard holds; all None when there is none. The end index is inclusive."""
+
+    in_shard: bool
+    offset_in_shard: int | None
+    numel_in_shard: int | None
+    intra_param_start_idx: int | None
+    intra_param_end_idx: int | None
+
+
+class FlatParamShardMetadata(NamedTuple):
+    """What this rank's shard holds: per parameter in it, with inclusive (start, end) offsets in the parameter."""
+
+    param_names: tuple[str, ...]
+    param_shapes: tuple[torch.Size, ...]
+    param_strides: tuple[tuple[int, ...], ...]
+    param_contiguities: tuple[bool, ...]
+    param_numels: tuple[int, ...]
+    param_offsets: tuple[tuple[int, int], ...]
+
+
+class ManagedParam(NamedTuple):
+    """One original parameter under one of its names."""
+
+    module: nn.Module  # the module that owns it
+    name: str  # its attribute there
+    fqn: str  # relative to the unit, wrapper segments removed
+    shape: torch.Size  # unsharded, over the tensor parallel mesh too
+    place: int  # in the flat parameter; names of a shared parameter have one
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives its metaclass no public name
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and bool(getattr(instance, "_is_flat_param", False))
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """A plain ``nn.Parameter`` that holds the parameters of a unit one after the other, or this rank's shard of them.
+
+    ``isinstance(x, FlatParameter)`` is true for what this constructs. Its attributes have the names torch gives them:
+    ``_fqns``, ``_shapes``, ``_numels``, ``_param_infos``, ``_shard_param_infos`` and so on.
+    """
+
+    _is_flat_param: bool
+    _fsdp_flattened: bool
+
+    # per parameter
+    _num_params: int
+    _param_infos: list[ParamInfo]
+    _shapes: list[torch.Size]
+    _strides: list[tuple[int, ...]]
+    _contiguities: list[bool]
+    _fqns: list[str]
+    _param_extensions: list[tensor_parallel.ParamExtension]
+    _numels: tuple[int, ...]
+    _shard_param_infos: tuple[ShardParamInfo, ...]
+    _params: list[nn.Parameter] | None  # None unless use_orig_params, as the next two
+    _shared_params: list[nn.Parameter] | None
+    _is_grad_none_mask: list[bool] | None
+
+    # per piece, padding included
+    _numels_with_padding: tuple[int, ...]
+    _is_padding_mask: list[bool]
+
+    _shared_param_infos: tuple[SharedParamInfo, ...]
+    _modules: set[nn.Module]
+    _unpadded_unsharded_size: torch.Size
+    _padded_unsharded_size: torch.Size  # from lazy initialisation on, where the parameters are sharded
+    _sharded_size: torch.Size
+    _shard_numel_padded: int
+    _post_backward_called: bool
+
+    def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> "FlatParameter":
+        if cls is not FlatParameter:
+            raise AssertionError("subclasses FlatParameter not supported")
+        param = cast(FlatParameter, nn.Parameter(torch.empty(0) if data is None else data, requires_grad))
+        param._is_flat_param = True
+        return param
+
+
+def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Contiguous, and not only because a dimension of size 1 makes any stride count as such (C-020)."""
+    return (not stride or stride[-1] == 1) and tensor.is_contiguous()
+
+
+def _memory_order(param: torch.Tensor) -> torch.Tensor:
+    """The elements of ``param`` in the order they have in memory, 1-D, without a copy."""
+    data = param.detach()
+    return data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
+
+
+def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
+    """To how many elements the parameters of a unit are aligned; 0 for not at all (C-012)."""
+    return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
+
+
+class Occurrences:
+    """Every place in the tree where one of the parameters stands, in flatten order (C-010)."""
+
+    def __init__(self, tree: Subtree, params: Sequence[nn.Parameter]) -> None:
+        wanted = {id(param) for param in params}
+        places = tree.params
+        self.params = [param for param in places if id(param) in wanted]
+        if not self.params:
+            raise ValueError(
+                f"`params` were not found in `module`'s tree: {type(tree.root).__name__} has none of the {len(params)}"
+            )
+        self.infos: list[ParamInfo] = [places[param] for param in self.params]
+        self.fqns = [joined(info.module_name, info.param_name) for info in self.infos]
+        self.shared: list[tuple[int, SharedParamInfo]] = []
+        for param, info in tree.shared_params:
+            if id(param) in wanted:
+                self.shared.append((self.infos.index(places[param]), SharedParamInfo(*info, *places[param])))
+
+    def slots(self) -> list[tuple[int, nn.Module, str, int]]:
+        bypass = os.environ.get("FSDP_USE_UNSAFE_SETATTR", "") == "1"
+        places: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(self.infos), *self.shared]
+        return [
+            (index, info.module, info.param_name, _C.SET_BYPASSING if bypass else _way_to_set(info.module))
+            for index, info in places
+        ]
+
+
+# what nn.Module has of its own for a parameter that is set as an attribute
+_SETTERS = ("__setattr__", "__delattr__", "register_parameter")
+
+
+def _way_to_set(module: nn.Module) -> int:
+    """Through ``setattr`` where anybody would notice: the class of the module, or hooks on all registrations."""
+    hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", None)
+    is_plain = not hooks and all(_is_modules_own(getattr(type(module), name)) for name in _SETTERS)
+    return _C.SET_DIRECTLY if is_plain else _C.SET_BY_SETATTR
+
+
+def _is_modules_own(method: object) -> bool:
+    return getattr(method, "__module__", None) == nn.Module.__module__ and not hasattr(method, "__wrapped__")
+
+
+def check_uniform(params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool) -> None:
+    """Raise ValueError, naming the parameters, unless they can live in one flat parameter (C-011)."""
+    dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
+    for fqn, param in zip(fqns, params, strict=True):
+        if getattr(param, "_is_flat_param", False):
+            raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
+        if not param.is_floating_point():
+            kind = "complex" if param.is_complex() else "integer"
+            raise ValueError(f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states.")
+        if param.dtype != dtype:
+            raise ValueError(
+                f"Must flatten tensors with uniform dtype but got {dtype} ({fqns[0]}) and {param.dtype} ({fqn}). "
+                "Cast the module to one dtype, or wrap the modules of the other dtype as units of their own."
+            )
+        if param.device != device:
+            raise ValueError(
+                f"Must flatten tensors on the same device but got both {device} ({fqns[0]}) and {param.device} "
+                f"({fqn}). Move the module to one device."
+            )
+        if not use_orig_params and param.requires_grad != requires_grad:
+            trainable = [name for name, p in zip(fqns, params, strict=True) if p.requires_grad]
+            frozen = [name for name, p in zip(fqns, params, strict=True) if not p.requires_grad]
+            raise ValueError(
+                "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: trainable are "
+                f"{trainable}, frozen are {frozen}. Pass use_orig_params=True, or wrap the frozen modules on their own."
+            )
+
+
+class _Watched(type):
+    """A class that tells the runtime what is put in the place of ``unshard``, which it calls then (H-016)."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        cls._note(name)
+
+    def __delattr__(cls, name: str) -> None:
+        super().__delattr__(name)
+        cls._note(name)
+
+    def _note(cls, name: str) -> None:
+        if name == "unshard" and cls.__base__ is _C.Handle:
+            unshard = getattr(cls, name)
+            _C.replace(name, None if unshard is _C.Handle.unshard else unshard)
+
+
+class FlatParamHandle(_C.Handle, metaclass=_Watched):
+    """One flat parameter: built here, run in C.
+
+    Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is
+    the group over which a hybrid strategy reduces its shards' gradients, ``tree`` what a walk over the module has
+    found already. Raises ValueError for parameters that do not fit into one flat parameter.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        fully_sharded_module: nn.Module,
+        device: torch.device,
+        sharding_strategy: ShardingStrategy | HandleShardingStrategy,
+        offload_params: bool,
+        mp_param_dtype: torch.dtype | None,
+        mp_reduce_dtype: torch.dtype | None,
+        keep_low_precision_grads: bool,
+        process_group: dist.ProcessGroup,
+        use_orig_params: bool,
+        *,
+        fsdp_extension: FSDPExtensions | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+        tree: Subtree | None = None,
+    ) -> None:
+        if not params:
+            raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
+        found = Occurrences(tree or Subtree(fully_sharded_module), params)
+        check_uniform(found.params, found.fqns, use_orig_params)
+        extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
+        self._fully_sharded_module = fully_sharded_module
+        self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
+        self.uses_sharded_strategy = self._sharding_strategy != HandleShardingStrategy.NO_SHARD
+        self._use_orig_params = use_orig_params
+        self._offload_params = offload_params
+        self._keep_low_precision_grads = keep_low_precision_grads
+        self._fsdp_extension = fsdp_extension
+        self.device = device
+        self.process_group = process_group
+        self.replicate_group = replicate_group
+        self.rank = process_group.rank()
+        self.world_size = process_group.size()
+        self._skip_writeback_check = _switched_on("FSDP_SKIP_WRITEBACK_CHECK")
+        self._debug_level = dist.get_debug_level()
+        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
+        self._use_fake_all_gather = _switched_on("FSDP_USE_FAKE_ALL_GATHER")
+        self._use_fake_reduce = _switched_on("FSDP_USE_FAKE_REDUCE")
+        self._mixed_precision_dtypes = (mp_param_dtype, mp_reduce_dtype)
+        self._follow_dtype(found.params[0].dtype)
+        self._aligned_numel = aligned_numel(self._fwd_bwd_param_dtype, use_orig_params)
+        layout = _C.FlatLayout(
+            [param.numel() for param in found.params],
+            self._aligned_numel,
+            self.world_size,
+            self.rank,
+            self.uses_sharded_strategy,
+        )
+        shapes = [param.shape for param in found.params]
+        strides = [param.stride() for param in found.params]
+        contiguities = [_is_truly_contiguous(*each) for each in zip(found.params, strides, strict=True)]
+        requires_grad = any(param.requires_grad for param in found.params)
+        shard = _own_part(found.params, layout)
+        if offload_params and device.type != "cpu" and shard.device.type != "meta":
+            shard = shard.cpu().pin_memory()
+        flat_param = FlatParameter(shard, requires_grad)
+        _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
+        self._wrap_views = tensor_parallel.views_wrapper(extensions, fsdp_extension)
+        data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
+        predivide = predivide_factor(data_parallel_size)
+        super().__init__(
+            layout=layout,
+            flat_param=flat_param,
+            params=flat_param._params,
+            shapes=tuple(shapes),
+            strides=tuple(
+                None if contiguous else stride for stride, contiguous in zip(strides, contiguities, strict=True)
+            ),
+            slots=found.slots(),
+            process_group=process_group,
+            replicate_group=replicate_group,
+            device=device,
+            param_dtype=mp_param_dtype,
+            reduce_dtype=mp_reduce_dtype or mp_param_dtype,
+            name=type(fully_sharded_module).__name__,
+            flat_param_owner=unwrapped(fully_sharded_module)._parameters,
+            wrap_views=self._wrap_views,
+            strategy=self._sharding_strategy.value,
+            use_orig_params=use_orig_params,
+            keep_low_precision_grads=keep_low_precision_grads,
+            skip_writeback_check=self._skip_writeback_check,
+            verbose=self._debug_level == dist.DebugLevel.INFO,
+            predivide=predivide,
+            postdivide=data_parallel_size / predivide,
+            offload=offload_params,
+        )
+        if self._use_fake_all_gather:
+            self.fake_all_gather(_fake_group(process_group))
+        if self._use_fake_reduce:
+            self.fake_reduce_scatter(_fake_group(process_group))
+
+    @functools.cached_property
+    def managed_params(self) -> list[ManagedParam]:
+        """The original parameters, then the further names of shared ones."""
+        flat_param = self.flat_param
+        rows = zip(flat_param._param_infos, flat_param._shapes, flat_param._param_extensions, strict=True)
+        params = [
+            ManagedParam(
+                info.module, info.param_name, _clean_fqn(info), tensor_parallel.full_shape(extension, shape), place
+            )
+            for place, (info, shape, extension) in enumerate(rows)
+        ]
+        primary = {(param.module, param.name): param for param in params}
+        for info in flat_param._shared_param_infos:
+            first = primary[info.prim_module, info.prim_param_name]
+            params.append(ManagedParam(info.module, info.param_name, _clean_fqn(info), first.shape, first.place))
+        return params
+
+    def shard(self) -> None:
+        """Let the modules show this rank's shard. The parameters' own storage is released here."""
+        with torch.no_grad():
+            self.show_sharded()
+
+    def init_flat_param_attributes(self) -> None:
+        """Give the flat parameter the attributes that exist from lazy initialisation on (B-011, B-023, B-024)."""
+        self._follow_dtype(self.flat_param.dtype)
+        self.publish()
+        if self.uses_sharded_strategy:
+            self.flat_param._padded_unsharded_size = torch.Size((self.layout.padded_numel,))
+
+    def flat_param_to(self, *args: Any, **kwargs: Any) -> None:
+        """Move the flat parameter between steps: ``.to()`` in place, with the arguments of ``torch.Tensor.to``.
+
+        The original parameters and the handle follow. Away from the device that computes nothing can be gathered
+        until it is moved back; ``torch.cuda.empty_cache()`` then gives all that the units held there to the driver.
+        Raises AssertionError amid a step or inside summon_full_params.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            super().flat_param_to(*args, **kwargs)
+        self._follow_dtype(self.flat_param.dtype)
+        if self.flat_param.device != self.device and not self._offload_params:
+            self._device_handle.synchronize(
+                self.device
+            )  # the gradients that were set to None, and go now, are another stream's memory
+            self.collect_user_grads()
+
+    def _follow_dtype(self, dtype: torch.dtype) -> None:
+        """What mixed precision leaves open follows the parameters, which ``.to(dtype)`` may have changed (C-018)."""
+        param_dtype, reduce_dtype = self._mixed_precision_dtypes
+        self._orig_param_dtype = dtype
+        self._fwd_bwd_param_dtype = param_dtype or dtype
+        self._reduce_dtype = reduce_dtype or self._fwd_bwd_param_dtype
+
+    def point_params_at_shard(self) -> None:
+        """Follow the flat parameter to new data, another dtype or another device."""
+        self.shard()
+
+    def is_sharded(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the size of a shard; never under NO_SHARD."""
+        return self.uses_sharded_strategy and tensor.size() == self.flat_param._sharded_size
+
+    @property
+    def _skipped_use_sharded_views(self) -> bool:
+        """True between a forward and its backward, where the strategy keeps the modules' views in between (C-091)."""
+        flat_param = self.flat_param
+        if not self._use_orig_params or not self.uses_sharded_strategy or self.training_state != _C.USE_IDLE:
+            return False
+        info = flat_param._param_infos[0]
+        shown = info.module._parameters.get(info.param_name)
+        return shown is not None and not isinstance(shown, nn.Parameter)
+
+    @property
+    def _training_state(self) -> HandleTrainingState:
+        return list(HandleTrainingState)[self.training_state]
+
+    @_training_state.setter
+    def _training_state(self, state: HandleTrainingState) -> None:
+        refuse_torchs_functions(self.name)
+
+    def _reset_flat_param_grad_info_if_needed(self) -> None:
+        """Torch's ``optim_state_dict`` calls it; nothing is left to do, as gradients are followed in every step."""
+
+    @property
+    def _uses_param_mixed_precision(self) -> bool:
+        return self._fwd_bwd_param_dtype != self._orig_param_dtype
+
+    @property
+    def _uses_reduce_mixed_precision(self) -> bool:
+        return self._reduce_dtype != self._orig_param_dtype
+
+    @property
+    def _force_full_precision(self) -> bool:
+        """True while mixed precision is set aside: inside summon_full_params, and in eval mode where that is asked for
+        by FSDP_USE_FULL_PREC_IN_EVAL."""
+        if not self._uses_param_mixed_precision and not self._uses_reduce_mixed_precision:
+            return False
+        in_eval = self._use_full_prec_in_eval and not self._fully_sharded_module.training
+        return in_eval or self.training_state == _C.USE_SUMMON_FULL_PARAMS
+
+    @property
+    def _has_optim_in_backward(self) -> bool:
+        """True when the user has attached an optimizer to an original parameter (_apply_optimizer_in_backward)."""
+        return any(hasattr(param, "_in_backward_optimizers") for param in self.flat_param._params or ())
+
+    @_has_optim_in_backward.setter
+    def _has_optim_in_backward(self, value: bool) -> None:
+        refuse_torchs_functions(self.name)
+
+    def step_in_backward(self) -> None:
+        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced (D-089)."""
+        for param in self.flat_param._params or ():
+            optimizers = getattr(param, "_in_backward_optimizers", None)
+            if param.grad is None or not optimizers:
+                continue
+            for optimizer in optimizers:
+                optimizer.step()
+            param.grad = None
+
+    @property
+    def _fqns_in_shard(self) -> list[str]:
+        flat_param = self.flat_param
+        infos = zip(flat_param._fqns, flat_param._shard_param_infos, strict=True)
+        return [fqn for fqn, info in infos if info.in_shard]
+
+    def flatten_tensors(self, tensors: Sequence[torch.Tensor], aligned_numel: int) -> torch.Tensor:
+        """One 1-D tensor of ``tensors``, of one dtype, in their memory order; padded as parameters are (C-016).
+
+        ``aligned_numel`` is the alignment in elements, 0 for none. Raises ValueError for tensors that do not fit.
+        """
+        if not tensors:
+            raise ValueError("Expects non-empty `tensors`")
+        if aligned_numel < 0:
+            raise ValueError(f"Expects non-negative `aligned_numel` but got {aligned_numel}")
+        check_uniform(tensors, [f"tensor {index}" for index in range(len(tensors))], use_orig_params=True)
+        numels = [tensor.numel() for tensor in tensors]
+        return _own_part(tensors, _C.FlatLayout(numels, aligned_numel, self.world_size, self.rank, False))
+
+    def flatten_tensors_into_flat_param(
+        self, tensors: Sequence[torch.Tensor], aligned_numel: int, requires_grad: bool
+    ) -> FlatParameter:
+        """``flatten_tensors`` as a new flat parameter, without metadata."""
+        return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
+
+    if not TYPE_CHECKING:  # which would take any attribute for one that is there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            left_out.explain("FlatParamHandle", name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _device_handle(self) -> ModuleType:
+        module: ModuleType = torch.get_device_module(self.device)
+        return module
+
+    @property
+    def _low_prec_param_dtype_specified(self) -> bool:
+        return self._mixed_precision_dtypes[0] is not None
+
+    @property
+    def _low_prec_reduce_dtype_specified(self) -> bool:
+        return self._mixed_precision_dtypes[1] is not None
+
+    def _get_modules(self) -> set[nn.Module]:
+        return set(self.flat_param._modules)
+
+    def _get_flat_param_offsets(self) -> list[tuple[int, int]]:
+        """(first, last) element of each piece of the unsharded flat parameter, padding included, as torch counts."""
+        ends = list(itertools.accumulate(self.layout.numels_with_padding))
+        return [(end - numel, end - 1) for end, numel in zip(ends, self.layout.numels_with_padding, strict=True)]
+
+    def _get_shard_metadata(self, unsharded_start_idx: int, unsharded_end_idx: int) -> tuple[ShardParamInfo, ...]:
+        """What a shard with these elements of the unsharded flat parameter, the last one included, has of each
+        parameter."""
+        first, last = unsharded_start_idx, unsharded_end_idx
+        starts = zip(self.layout.param_offsets, self.layout.param_numels, strict=True)
+        return tuple(_part_in_range(start, start + numel - 1, first, last) for start, numel in starts)
+
+    def _get_unflat_views_aligned(self, tensor: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """The parameters as views of ``tensor``, an unsharded flat tensor; of the flat parameter itself without one."""
+        whole = self.flat_param if tensor is None else tensor
+        layout, flat_param = self.layout, self.flat_param
+        places = zip(layout.param_offsets, layout.param_numels, flat_param._shapes, flat_param._strides, strict=True)
+        views = tuple(
+            whole.narrow(0, offset, numel).as_strided(shape, strides) for offset, numel, shape, strides in places
+        )
+        return list(views if self._wrap_views is None else self._wrap_views(views))
+
+    def _get_unflat_views_unaligned(self, tensor: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+        """The same, one by one."""
+        return iter(self._get_unflat_views_aligned(tensor))
+
+    @property
+    def _get_unflat_views(self) -> Callable[[torch.Tensor | None], Iterable[torch.Tensor]]:
+        """One of the two, as torch chooses."""
+        return self._get_unflat_views_aligned if self._use_orig_params else self._get_unflat_views_unaligned
+
+    @staticmethod
+    def _get_unpadded_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+        """What ``rank`` holds of ``tensor``, a 1-D view, and how many elements of padding follow."""
+        flat = _memory_order(tensor)
+        step = -(-flat.numel() // world_size)
+        start = min(rank * step, flat.numel())
+        part = flat.narrow(0, start, min(step, flat.numel() - start))
+        return part, step - part.numel()
+
+    @staticmethod
+    def _get_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+        """A copy of what ``rank`` holds of ``tensor``, padded with zeros, and how many they are."""
+        part, padding = FlatParamHandle._get_unpadded_shard(tensor, rank, world_size)
+        return torch.cat([part, part.new_zeros(padding)]), padding
+
+    @staticmethod
+    def _get_sharded_size(tensor: torch.Tensor, rank: int, world_size: int) -> torch.Size:
+        """Of the shard of a 1-D ``tensor``, padding included. AssertionError for another shape."""
+        if tensor.dim() != 1:
+            raise AssertionError(f"expected a 1-D tensor, got one of shape {tuple(tensor.shape)}")
+        return torch.Size((-(-tensor.numel() // world_size),))
+
+    def _get_padded_unsharded_flat_param(self) -> torch.Tensor | None:
+        return self.padded_unsharded_flat_param
+
+    def shard_metadata(self) -> FlatParamShardMetadata:
+        """What this rank's shard holds."""
+        flat_param = self.flat_param
+        rows = [
+            (fqn, shape, stride, contiguous, numel, (info.intra_param_start_idx, info.intra_param_end_idx))
+            for fqn, shape, stride, contiguous, numel, info in zip(
+                flat_param._fqns,
+                flat_param._shapes,
+                flat_param._strides,
+                flat_param._contiguities,
+                flat_param._numels,
+                flat_param._shard_param_infos,
+                strict=True,
+            )
+            if info.in_shard
+        ]
+        if not rows:
+            return FlatParamShardMetadata((), (), (), (), (), ())
+        return FlatParamShardMetadata(*(tuple(column) for column in zip(*rows, strict=True)))
+
+    def param_module_names(self) -> Iterator[tuple[str, str]]:
+        """(parameter name, module name) of every occurrence, shared ones last."""
+        infos: list[ParamInfo | SharedParamInfo] = [
+            *self.flat_param._param_infos,
+            *self.flat_param._shared_param_infos,
+        ]
+        return ((info.param_name, info.module_name) for info in infos)
+
+    def shared_param_module_names(self) -> Iterator[tuple[str, str]]:
+        """(parameter name, module name) of the further occurrences of shared parameters."""
+        return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
+
+    def __repr__(self) -> str:
+        return f"FlatParamHandle({', '.join(self.flat_param._fqns)})"
+
+
+def _clean_fqn(info: ParamInfo | SharedParamInfo) -> str:
+    return clean_name(joined(info.module_name, info.param_name))
+
+
+def predivide_factor(data_parallel_size: int) -> float:
+    """The power of two near the square root by which gradients are divided before they are summed (D-082)."""
+    factor = 1
+    while data_parallel_size % factor == 0 and data_parallel_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+_WARNINGS = {
+    "FSDP_SKIP_WRITEBACK_CHECK": "FSDP will not check for replaced parameters and gradients: training may be wrong.",
+    "FSDP_USE_FAKE_ALL_GATHER": "FSDP will not execute all-gather: results are wrong, the time shows what it costs.",
+    "FSDP_USE_FAKE_REDUCE": "FSDP will not execute reduce-scatter: results are wrong, the time shows what it costs.",
+}
+
+
+def _switched_on(name: str) -> bool:
+    """Whether the environment sets ``name`` to 1, which is logged once per process (C-002, C-003)."""
+    if os.environ.get(name, "") != "1":
+        return False
+    _warn_once(name)
+    return True
+
+
+@functools.cache
+def _warn_once(name: str) -> None:
+    logger.warning("Since %s=1, %s", name, _WARNINGS[name])
+
+
+def _fake_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same rank and size that sends nothing (C-004)."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    make: Any = getattr(FakeProcessGroup, "_create_internal", FakeProcessGroup)
+    made: dist.ProcessGroup = make(rank=group.rank(), world_size=group.size())
+    return made
+
+
+def _own_part(params: Sequence[torch.Tensor], layout: _C.FlatLayout) -> torch.Tensor:
+    """This rank's part of the flattened parameters: only it is ever written, never the whole."""
+    shard = torch.empty(layout.shard_numel, dtype=params[0].dtype, device=params[0].device)
+    if shard.device.type == "meta":
+        return shard
+    ranges = layout.shard_ranges() if layout.sharded else _whole_ranges(layout)
+    end = 0
+    for param, (in_shard, offset, numel, offset_in_param) in zip(params, ranges, strict=True):
+        if not in_shard or numel == 0:
+            continue
+        _fill(shard, end, offset, PADDING_VALUE)
+        shard.narrow(0, offset, numel).copy_(_memory_order(param).narrow(0, offset_in_param, numel))
+        end = offset + numel
+    _fill(shard, end, layout.shard_numel_valid, PADDING_VALUE)
+    _fill(shard, layout.shard_numel_valid, layout.shard_numel, 0.0)
+    return shard
+
+
+def _fill(shard: torch.Tensor, start: int, end: int, value: float) -> None:
+    if start < end:
+        shard.narrow(0, start, end - start).fill_(value)
+
+
+def _whole_ranges(layout: _C.FlatLayout) -> list[tuple[bool, int, int, int]]:
+    return [(True, offset, numel, 0) for offset, numel in zip(layout.param_offsets, layout.param_numels, strict=True)]
+
+
+_NOT_IN_SHARD = ShardParamInfo(False, None, None, None, None)
+
+
+def _shard_param_infos(layout: _C.FlatLayout) -> tuple[ShardParamInfo, ...]:
+    return tuple(
+        ShardParamInfo(True, offset, numel, start, start + numel - 1) if in_shard else _NOT_IN_SHARD
+        for in_shard, offset, numel, start in layout.shard_ranges()
+    )
+
+
+def _part_in_range(start: int, last: int, range_start: int, range_last: int) -> ShardParamInfo:
+    """What a shard that is [range_start, range_last] has of a parameter that is [start, last]; all inclusive."""
+    begin, end = max(start, range_start), min(last, range_last)
+    if begin > end:
+        return _NOT_IN_SHARD
+    return ShardParamInfo(True, begin - range_start, end - begin + 1, begin - start, end - start)
+
+
+def _describe(
+    flat_param: FlatParameter,
+    found: Occurrences,
+    layout: _C.FlatLayout,
+    shapes: list[torch.Size],
+    strides: list[tuple[int, ...]],
+    contiguities: list[bool],
+    extensions: list[tensor_parallel.ParamExtension],
+    use_orig_params: bool,
+) -> None:
+    """Give ``flat_param`` the attributes outside code reads (B-010 to B-034)."""
+    num_params = len(found.params)
+    shared_infos = tuple(info for _, info in found.shared)
+    flat_param._num_params = num_params
+    flat_param._param_infos = found.infos
+    flat_param._shapes = shapes
+    flat_param._strides = strides
+    flat_param._contiguities = contiguities
+    flat_param._fqns = found.fqns
+    flat_param._param_extensions = extensions
+    flat_param._numels = layout.param_numels
+    flat_param._numels_with_padding = layout.numels_with_padding
+    flat_param._is_padding_mask = list(layout.is_padding_mask)
+    flat_param._shared_param_infos = shared_infos
+    flat_param._modules = {info.module for info in found.infos} | {info.module for info in shared_infos}
+    flat_param._unpadded_unsharded_size = torch.Size((layout.numel,))
+    flat_param._sharded_size = torch.Size((layout.shard_numel,))
+    flat_param._shard_numel_padded = layout.shard_numel_padded
+    flat_param._shard_param_infos = _shard_param_infos(layout)
+    flat_param._params = found.params if use_orig_params else None
+    flat_param._shared_params = [found.params[index] for index, _ in found.shared] if use_orig_params else None
+    flat_param._is_grad_none_mask = [False] * num_params if use_orig_params else None
+    flat_param._post_backward_called = False
+    flat_param._fsdp_flattened = True
+    for param in found.params if use_orig_params else ():
+        param._fsdp_flattened = True  # type: ignore[attr-defined]  # a mark on the user's own parameter

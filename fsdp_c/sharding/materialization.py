@@ -1,0 +1,156 @@
+"""Bringing a module's tensors to life before they are flattened: meta initialisation, moves, broadcasts."""
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.utils import _sync_params_and_buffers
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fsdp_c.sharding.construction import CPU, own_params
+from fsdp_c.sharding.traversal import Subtree, is_unit
+
+BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
+
+
+def materialize(
+    tree: Subtree,
+    params: list[nn.Parameter],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+) -> tuple[Subtree, list[nn.Parameter]]:
+    """Give values to a module on the meta device: by ``param_init_fn`` on each submodule, or ``reset_parameters()``.
+
+    ``params`` are those the unit will own. Returns the tree and them as they are then.
+    """
+    if not any(tensor.is_meta for tensor in (*params, *_own_buffers(tree, ignored_modules))):
+        return tree, params
+    targets = list(_modules_to_materialize(tree.root, ignored_modules))
+    if param_init_fn is None:
+        _reset_parameters(targets, device)
+    elif callable(param_init_fn):
+        for target in targets:
+            param_init_fn(target)
+    else:
+        raise ValueError(
+            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a module as "
+            "param_init_fn"
+        )
+    tree = Subtree(tree.root)
+    params = own_params(tree, ignored_params)
+    for param in params:
+        if param.is_meta:
+            raise ValueError(
+                f"{tree.param_name(param)!r} is still on the meta device after its initialisation: have param_init_fn, "
+                "or the module's reset_parameters(), allocate it, as module.to_empty(device=..., recurse=False) does"
+            )
+    return tree, params
+
+
+def _own_buffers(tree: Subtree, ignored_modules: set[nn.Module]) -> list[torch.Tensor]:
+    """The buffers outside inner units that no ignored module holds."""
+    ignored = {buffer for module in ignored_modules for buffer in module.buffers(recurse=False)}
+    return [buffer for buffer in tree.buffers if buffer not in ignored]
+
+
+def _modules_to_materialize(root: nn.Module, ignored_modules: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules breadth first; neither units nor ignored modules are entered."""
+    pending, visited = deque([root]), {root}
+    while pending:
+        module = pending.popleft()
+        yield module
+        for child in module.children():
+            if child not in visited and not is_unit(child) and child not in ignored_modules:
+                visited.add(child)
+                pending.append(child)
+
+
+@torch.no_grad()
+def _reset_parameters(modules: Iterable[nn.Module], device: torch.device) -> None:
+    """Allocate and initialise the modules that have tensors of their own; each is taken to initialise only those."""
+    for module in modules:
+        if not any(True for _ in module.parameters(recurse=False)) and not any(
+            True for _ in module.buffers(recurse=False)
+        ):
+            continue
+        try:
+            module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]  # where there is none, the warning says so
+        except Exception as error:
+            warnings.warn(
+                f"Unable to call `reset_parameters()` for module on meta device with error {error}: give "
+                f"{type(module).__name__} this method, or pass param_init_fn",
+                stacklevel=6,
+            )
+            raise
+
+
+def move_to_device(
+    tree: Subtree, params: Iterable[nn.Parameter], ignored_modules: set[nn.Module], device: torch.device
+) -> None:
+    """Move what of ``params`` is on the CPU, gradients with it, and of the buffers that are not ignored."""
+    if device == CPU:
+        return
+    with torch.no_grad():
+        for param in params:
+            if param.device == CPU:
+                _move_param(param, device)
+        for buffer in _own_buffers(tree, ignored_modules):
+            if buffer.device == CPU:
+                buffer.data = buffer.to(device)
+
+
+def _move_param(param: nn.Parameter, device: torch.device) -> None:
+    param.data = param.to(device)
+    if param.grad is not None:
+        param.grad.data = param.grad.to(device)
+
+
+def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: torch.device) -> None:
+    """UserWarning when a module that an accelerator will compute is sharded on the CPU."""
+    if compute_device != CPU and any(param.device == CPU for param in params):
+        warnings.warn(
+            f"The passed-in `module` is on CPU and is sharded there, which may be slower than on {compute_device}; "
+            "pass device_id to have it moved first, or move it before the first forward",
+            stacklevel=4,
+        )
+
+
+def sync_states(module: nn.Module, params: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
+    """Give every rank the values of rank 0: ``params`` and each buffer not yet sent. Collective over ``groups``.
+
+    With the group of the replicas first, every shard group's rank 0 has the right values when its turn comes.
+    """
+    tensors: list[torch.Tensor] = []
+    for buffer in module.buffers():
+        if not getattr(buffer, "_fsdp_synced", False):
+            buffer._fsdp_synced = True  # type: ignore[attr-defined]  # a mark on the user's own buffer
+            tensors += _plain_tensors(buffer.detach())
+    for param in params:
+        tensors += _plain_tensors(param.detach())
+    for group in groups:
+        _sync_params_and_buffers(group, tensors, BROADCAST_BUCKET_NBYTES, src=0)
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """``tensor`` itself, or the tensors inside a wrapper subclass."""
+    if isinstance(tensor, DTensor):
+        return [tensor.to_local()]
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    plain: list[torch.Tensor] = []
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if not isinstance(inner, torch.Tensor):
+            raise AssertionError(
+                f"expected Tensor or OpaqueBase, got {type(inner)}: {name!r} of {type(tensor).__name__} is to be "
+                "broadcast"
+            )
+        plain += _plain_tensors(inner)
+    return plain

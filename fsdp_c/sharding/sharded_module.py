@@ -1,0 +1,269 @@
+"""What a FullyShardedDataParallel holds, for the modules of this package that it is built on, and how they find it.
+
+A module is a FullyShardedDataParallel to the user. Its unit is the object in C that runs its steps.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_c import _C
+from fsdp_c.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictType,
+    TrainingState,
+)
+from fsdp_c.compat.mixed_use import refuse_torchs_functions, refuse_torchs_methods, refuse_torchs_runtime
+from fsdp_c.compat.upstream import FSDPExtensions
+from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
+from fsdp_c.sharding.traversal import check_module, is_composable, is_unit, unwrapped
+from fsdp_c.sharding.wrap import unit_name
+
+if TYPE_CHECKING:
+    from fsdp_c.compat.standins.common_utils import _FSDPState  # torch's own declares attributes, of its own types
+else:
+    from fsdp_c.compat.upstream import _FSDPState
+
+
+class ShardedModule(nn.Module, _FSDPState):
+    """The state of a FullyShardedDataParallel, which is the only class derived from this one."""
+
+    _unit: _C.Unit
+    _fsdp_wrapped_module: nn.Module
+    _fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle]
+    _enclosing: weakref.ref[ShardedModule] | None  # the unit around this one
+    _said_is_root: bool | None  # there once a client has written _is_root
+
+    # what the constructor was given, or decided
+    sharding_strategy: ShardingStrategy
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    _use_orig_params: bool
+    _ignored_modules: set[nn.Module]
+    _ignored_params: set[nn.Parameter]
+    _ignored_buffer_names: set[str]
+    compute_device: torch.device
+
+    # ranks
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    _inter_node_pg: dist.ProcessGroup  # there for hybrid strategies, as is the next
+    _inter_node_state: DefaultState
+    _device_mesh: DeviceMesh | None
+    _fsdp_extension: FSDPExtensions | None
+    _gradient_predivide_factor: float
+    _gradient_postdivide_factor: float
+    _comm_hook: Callable[..., None] | None
+    _comm_hook_state: object
+    _agreed_plan: bytes | None  # of which all ranks have said that it is theirs
+
+    # buffers and state dicts
+    _buffer_names: set[str]
+    _buffer_name_to_orig_dtype: dict[str, torch.dtype]
+    _state_dict_type: StateDictType
+    _state_dict_config: StateDictConfig
+    _optim_state_dict_config: OptimStateDictConfig
+
+    def _lazy_init(self, alone: bool = False) -> None:
+        """Make this the root of its tree unless that has one."""
+        raise NotImplementedError
+
+    def _reset_lazy_init(self) -> None:
+        """Forget who the root of this unit's tree is; the next forward decides anew."""
+        if self._unit.runtime is not None:
+            self._unit.runtime.release()
+        vars(self).pop("_said_is_root", None)
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without a checkpoint wrapper directly around it."""
+        return unwrapped(self._fsdp_wrapped_module)
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handle
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit.handle is not None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        handle = self._unit.handle
+        return None if handle is None else handle.flat_param
+
+    @property
+    def params(self) -> list[FlatParameter]:
+        """The flat parameter, in a list that is empty for a unit without parameters."""
+        handle = self._unit.handle
+        return [] if handle is None else [handle.flat_param]
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What the unit is doing."""
+        state = self._unit.training_state
+        if state == _C.USE_IDLE:
+            return TrainingState.IDLE
+        return (
+            TrainingState.SUMMON_FULL_PARAMS if state == _C.USE_SUMMON_FULL_PARAMS else TrainingState.FORWARD_BACKWARD
+        )
+
+    @property
+    def _all_fsdp_states(self) -> list[ShardedModule]:
+        """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
+        return units_of(self)
+
+    @property
+    def _all_handles(self) -> list[FlatParamHandle]:
+        return [fsdp_module._handle for fsdp_module in units_of(self) if fsdp_module._handle is not None]
+
+    @property
+    def _replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard, for hybrid strategies."""
+        group: dist.ProcessGroup | None = vars(self).get("_inter_node_pg")
+        return group
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether this is the root of a tree that has run; None before. Clients write it, between steps.
+
+        None lets the next forward of a tree decide anew. False lets an outer unit become the root of one that was used
+        by itself, until when it is remembered, as True is: which unit runs as the root does not change by it.
+        """
+        return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
+
+    @_is_root.setter
+    def _is_root(self, value: bool | None) -> None:
+        refuse_torchs_runtime(unit_name(self.module))
+        if value is None and self.training_state == TrainingState.IDLE:
+            self._reset_lazy_init()
+        else:
+            self._said_is_root = value
+
+    @property
+    def _post_backward_callback_queued(self) -> bool:
+        """True while a backward runs, and after one that raised."""
+        return self._unit.runtime is not None and self._unit.runtime.callback_queued
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        """Whether torch.compile is to see the wrapped module as one that is sharded. Torch's class sets it on all
+        modules that it is put around."""
+        marked: bool = getattr(self._fsdp_wrapped_module, "_is_fsdp_managed_module", False)
+        return marked
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, value: bool) -> None:
+        refuse_torchs_functions(unit_name(self.module))
+
+    @property
+    def _sync_gradients(self) -> bool:
+        return self._unit.sync_gradients
+
+    @_sync_gradients.setter
+    def _sync_gradients(self, value: bool) -> None:
+        self._unit.sync_gradients = value
+
+    def check_is_root(self) -> bool:
+        """True for the root of its tree. Before the first step: for a unit that no other unit was wrapped around.
+
+        Asking decides nothing.
+        """
+        if self._is_root is not None:
+            return self._is_root
+        return self._enclosing is None or self._enclosing() is None
+
+    def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
+        """ValueError unless the unit is in the given state, or in one of them."""
+        refuse_torchs_methods(unit_name(self.module))
+        if self._unit.runtime is not None:
+            self._unit.runtime.recover()
+        expected = [state] if isinstance(state, TrainingState) else state
+        if self.training_state not in expected:
+            raise ValueError(
+                f"expected to be in states {expected} but current state is {self.training_state} "
+                f"({unit_name(self.module)}, rank {self.rank})"
+            )
+
+
+def handle_of(module: ShardedModule) -> FlatParamHandle:
+    """The handle of a module whose unit has parameters."""
+    handle = module._unit.handle
+    assert handle is not None
+    return handle
+
+
+# ----------------------------------------------------------------- finding them
+
+
+def is_sharded_module(module: object) -> TypeGuard[ShardedModule]:
+    """``is_unit``, of anything."""
+    return isinstance(module, nn.Module) and is_unit(module)
+
+
+def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
+    """The units of a tree and their paths from ``module``, depth first, an outer unit before its inner ones.
+
+    Raises TypeError for what is no module.
+    """
+    check_module(module)
+    found: list[tuple[str, ShardedModule]] = []
+    visited: set[nn.Module] = set()
+    pending = [("", module)]
+    while pending:
+        path, current = pending.pop()
+        if current in visited or not is_composable(current):
+            continue
+        visited.add(current)
+        if is_sharded_module(current):
+            found.append((path, current))
+        children = current._modules
+        if children:
+            prefix = path + "." if path else ""
+            for name, child in reversed(children.items()):
+                if child is not None and (child._modules or is_unit(child)):  # most modules are leaves
+                    pending.append((prefix + name, child))
+    return found
+
+
+def units_of(module: nn.Module) -> list[ShardedModule]:
+    """The units of a tree in traversal order, ``module`` itself included if it is one."""
+    return [fsdp_module for _, fsdp_module in units_with_paths(module)]
+
+
+# ----------------------------------------------------------------- by the module that they wrap
+
+_units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
+
+
+def claim_module(module: nn.Module, fsdp_module: ShardedModule) -> None:
+    """Remember which unit wraps ``module``."""
+    _units[module] = weakref.ref(fsdp_module)
+
+
+def unit_around(module: nn.Module) -> ShardedModule | None:
+    """The unit that wraps ``module`` directly, None without one."""
+    reference = _units.get(module)
+    return None if reference is None else reference()
+
+
+def claimed_units() -> list[ShardedModule]:
+    """All units that are alive."""
+    return [module for reference in _units.values() if (module := reference()) is not None]

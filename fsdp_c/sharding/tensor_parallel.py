@@ -1,0 +1,153 @@
+"""Parameters that tensor parallelism has sharded already: DTensors on another dimension of the mesh.
+
+The flat parameter holds the local tensors of such parameters. An extension object, torch's DTensorExtensions, says what
+a parameter's local tensor is and makes a DTensor over its unsharded view again; autograd leads through that, so that
+gradients arrive with the parameter's placements and their local part reaches the flat gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdp_c import _C
+from fsdp_c.compat.upstream import FSDPExtensions
+
+Views = tuple[Tensor, ...]
+# what an extension's pre_flatten_transform gives for a parameter, or None; of torch's extension it is a DTensorSpec
+ParamExtension = Any
+
+
+def flatten(params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExtensions | None) -> list[ParamExtension]:
+    """Replace in ``params`` what the extension flattens by Parameters of the local tensors.
+
+    Returns per parameter what turns a view back, None for one that stays as it is. Raises ValueError for a DTensor that
+    no extension flattens.
+    """
+    if extension is None:
+        _refuse_dtensors(params, fqns)
+        return [None] * len(params)
+    found = []
+    for index, param in enumerate(params):
+        local, param_extension = extension.pre_flatten_transform(param)
+        if param_extension is not None:
+            params[index] = nn.Parameter(local.detach(), requires_grad=param.requires_grad)
+        found.append(param_extension)
+    return found
+
+
+def views_wrapper(
+    param_extensions: Sequence[ParamExtension], extension: FSDPExtensions | None
+) -> Callable[[Views], Views] | None:
+    """The function from a unit's views to what its modules show; None where that is the views themselves."""
+    if extension is None or all(one is None for one in param_extensions):
+        return None
+    return ViewsWrapper(param_extensions, extension)
+
+
+class ViewsWrapper:
+    """Makes the DTensors over a unit's views. Knows nothing of the unit, which owns it."""
+
+    def __init__(self, param_extensions: Sequence[ParamExtension], extension: FSDPExtensions) -> None:
+        self._param_extensions = tuple(param_extensions)
+        self._extension = extension
+
+    def __call__(self, views: Views) -> Views:
+        # Recorded under no_grad as well, as the views themselves are (C-071).
+        with torch.enable_grad():
+            return tuple(map(self._wrap, views, self._param_extensions))
+
+    def _wrap(self, view: Tensor, param_extension: ParamExtension) -> Tensor:
+        if param_extension is None:
+            return view
+        # The extension registers a hook on what it gets: never on the view, which stays from step to step.
+        return self._extension.post_unflatten_transform(view.view_as(view), param_extension)
+
+
+def full_shape(param_extension: ParamExtension, local_shape: torch.Size) -> torch.Size:
+    """The shape of a parameter over all ranks of the tensor parallel mesh."""
+    return torch.Size(getattr(param_extension, "shape", local_shape))
+
+
+def like(value: object, shown: Tensor) -> object:
+    """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's DTensor."""
+    if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
+        return value
+    # All ranks have the same value: none sends it.
+    return distribute_tensor(value, shown.device_mesh, shown.placements, src_data_rank=None)
+
+
+def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
+    """What a parameter's local tensor is like for a whole ``value``, a plain tensor or a DTensor however placed.
+
+    Collective over the mesh of a DTensor.
+    """
+    placements = [] if param_extension is None else list(param_extension.placements)
+    if isinstance(value, DTensor):
+        around = [Replicate()] * (value.device_mesh.ndim - max(len(placements), 1))
+        return value.redistribute(placements=[*around, *(placements or [Replicate()])]).to_local()
+    if param_extension is None:
+        return value
+    # All ranks have the same value: none sends it.
+    return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
+
+
+def is_parallel(handle: _C.Handle) -> bool:
+    """Whether the handle has parameters that an extension flattened."""
+    return any(one is not None for one in handle.flat_param._param_extensions)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What a DTensor holds on this rank; other tensors as they are."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup, ...]:
+    """The tensor parallel groups whose ranks hold different parts of a parameter; none for what is no DTensor."""
+    if not isinstance(param_extension, DTensorSpec):
+        return ()
+    mesh, placements = param_extension.mesh, param_extension.placements
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def grads_by_groups(handle: _C.Handle) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+    """The gradients of this rank's shard, by the tensor parallel groups over which they are sharded.
+
+    Every rank has the same groups in the same order, with or without gradients.
+    """
+    found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for index, param_extension in enumerate(handle.flat_param._param_extensions):
+        grads = found.setdefault(sharding_groups(param_extension), [])
+        grad = _param_grad(handle, index)
+        if grad is not None:
+            grads.append(grad)
+    return found
+
+
+def _param_grad(handle: _C.Handle, index: int) -> Tensor | None:
+    """The part of the gradient that belongs to one parameter."""
+    flat_param, layout = handle.flat_param, handle.layout
+    if flat_param._params is not None:
+        return flat_param._params[index].grad
+    in_shard, offset, numel, _ = layout.shard_ranges()[index]
+    if not layout.sharded:
+        in_shard, offset, numel = True, layout.param_offsets[index], layout.param_numels[index]
+    if flat_param.grad is None or not in_shard:
+        return None
+    return flat_param.grad.narrow(0, offset, numel)
+
+
+def _refuse_dtensors(params: Sequence[nn.Parameter], fqns: Sequence[str]) -> None:
+    for param, fqn in zip(params, fqns, strict=True):
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"{fqn!r} of shape {tuple(param.shape)} is a DTensor on {param.device_mesh}, and there is nothing to "
+                "flatten it with: pass device_mesh=mesh['dp'], another dimension of the mesh whose mesh['tp'] was "
+                "given to parallelize_module"
+            )

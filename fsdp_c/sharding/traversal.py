@@ -1,0 +1,150 @@
+"""Walks over module trees that know where one unit ends and the next begins.
+
+A unit is a FullyShardedDataParallel instance. It is recognised by what it holds, so that the modules below the class
+can ask.
+"""
+
+import functools
+from collections.abc import Container
+from typing import NamedTuple
+
+import torch
+import torch.nn as nn
+from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
+
+from fsdp_c.compat.upstream import _FSDPState
+
+FLAT_PARAM = "_flat_param"
+WRAPPED_MODULE = "_fsdp_wrapped_module"
+WRAPPED_PREFIX = WRAPPED_MODULE + "."
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+
+
+def clean_name(name: str) -> str:
+    """The name of a tensor or module as the user's own model has it, without the segments that wrappers add."""
+    return name.replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")
+
+
+def clean_path(path: str) -> str:
+    """clean_name() of a module's path, which may end in a wrapper's segment."""
+    return clean_name(path + ".").removesuffix(".")
+
+
+def is_unit(module: nn.Module) -> bool:
+    """True for a unit whose construction is complete."""
+    return isinstance(module, _FSDPState) and "_unit" in module.__dict__
+
+
+def is_composable(module: nn.Module) -> bool:
+    """False for a module under torch's ``replicate``, whose subtree no unit may touch."""
+    return "replicate" not in module.__dict__.get(REGISTRY_KEY, ())
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """``module`` without a checkpoint wrapper directly around it."""
+    inner = module._modules[_CHECKPOINT_WRAPPED_MODULE] if isinstance(module, ActivationWrapper) else module
+    assert inner is not None
+    return inner
+
+
+def check_module(module: object) -> None:
+    """TypeError for what is no module."""
+    if isinstance(module, type) and issubclass(module, nn.Module):
+        raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected an nn.Module but got {type(module).__name__}: pass the module itself")
+
+
+class ParamInfo(NamedTuple):
+    """One parameter: its name in ``module``, and that module's name in the wrapped module."""
+
+    param_name: str
+    module: nn.Module
+    module_name: str
+
+
+def joined(path: str, name: str) -> str:
+    """The name, from a tree's root, of what the module at ``path`` calls ``name``."""
+    return f"{path}.{name}" if path else name
+
+
+class Subtree:
+    """What a unit around ``root`` has to deal with, found in one walk in pre-order that stops at the units inside.
+
+    Names and paths are from ``root``. What is shared counts once, where it is first; only the further places of a
+    parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few to its root.
+    ``inner`` are modules that count as units although they are none yet.
+    """
+
+    def __init__(self, root: nn.Module, inner: Container[nn.Module] = ()) -> None:
+        self.root = root
+        self._inner = inner
+        self.modules: dict[nn.Module, str] = {}
+        self.units: dict[nn.Module, str] = {}
+        self.buffers: dict[torch.Tensor, str] = {}
+        self._places: list[tuple[nn.Module, str]] = []  # of modules with parameters, shared ones several times
+        self._visit(root, "")
+
+    def _visit(self, module: nn.Module, path: str) -> None:
+        if is_unit(module) or (module in self._inner and module is not self.root):
+            self.units.setdefault(module, path)
+            return
+        self.modules.setdefault(module, path)
+        if module._parameters:
+            self._places.append((module, path))
+        prefix = f"{path}." if path else ""
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                self.buffers.setdefault(buffer, prefix + name)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, prefix + name)
+
+    @functools.cached_property
+    def _found(self) -> tuple[dict[nn.Parameter, ParamInfo], list[tuple[nn.Parameter, ParamInfo]]]:
+        first: dict[nn.Parameter, ParamInfo] = {}
+        further = []
+        for module, path in self._places:
+            for name, param in module._parameters.items():
+                if param is not None:
+                    info = ParamInfo(name, module, path)
+                    if first.setdefault(param, info) is not info:
+                        further.append((param, info))
+        return first, further
+
+    @property
+    def params(self) -> dict[nn.Parameter, ParamInfo]:
+        """The parameters outside inner units and the first place of each."""
+        return self._found[0]
+
+    @property
+    def shared_params(self) -> list[tuple[nn.Parameter, ParamInfo]]:
+        """The further places of the parameters that have several."""
+        return self._found[1]
+
+    def param_name(self, param: nn.Parameter) -> str:
+        """The name of ``param`` in the user's own model."""
+        info = self.params[param]
+        return clean_name(joined(info.module_name, info.param_name))
+
+
+def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
+    """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method shows."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[nn.Parameter] = set()
+    visited: set[nn.Module] = set()
+    pending = [("", module)]
+    while pending:
+        prefix, current = pending.pop()
+        if current in visited:
+            continue
+        visited.add(current)
+        for name, param in current._parameters.items():
+            if param is not None and param not in seen:
+                seen.add(param)
+                found[prefix + name] = param
+        for name, child in reversed(current._modules.items()):
+            if child is not None:
+                pending.append((f"{prefix}{name}.", child))
+    return found

@@ -1,0 +1,243 @@
+"""Auto wrapping: the walk that turns the modules that a policy chooses into units."""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.utils import _apply_to_tensors
+
+from fsdp_c.compat.aliases import Kwargs
+from fsdp_c.compat.upstream import (
+    _construct_wrap_fn,
+    _or_policy,
+    _Policy,
+    _post_order_apply,
+    _recursive_wrap,
+    _wrap_module_cls_individually,
+)
+from fsdp_c.sharding.traversal import Subtree, joined
+
+Policy = _Policy | Callable[..., bool]
+
+_paths: weakref.WeakKeyDictionary[nn.Module, str] = (
+    weakref.WeakKeyDictionary()
+)  # its path in the tree last auto wrapped
+
+
+def unit_name(module: nn.Module, path: str = "") -> str:
+    """What errors call the unit around ``module``: its class and its path, which auto wrapping may have seen."""
+    path = path or _paths.get(module, "")
+    return f"{type(module).__name__} at {path!r}" if path else type(module).__name__
+
+
+def auto_wrap(
+    tree: Subtree,
+    policy: Policy,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: Kwargs,
+    unit_class: type[nn.Module],
+) -> None:
+    """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself stays.
+
+    ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The classes
+    that the mixed precision leaves out become units in full precision, whatever the policy says.
+    ValueError if a unit is there already, or if a chosen module mixes frozen and trainable parameters
+    (use_orig_params=False).
+    """
+    _refuse_existing_units(tree)
+    _paths.update(tree.modules)
+    root = tree.root
+    full_precision_classes = _full_precision_classes(root_kwargs)
+    check_policy(policy)
+    if isinstance(policy, _Policy):
+        chosen = chosen_modules(tree, policy, ignored_modules, ignored_params, root_kwargs)
+        _keep_in_full_precision(tree.modules, full_precision_classes)
+        _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
+        return
+    _keep_in_full_precision(tree.modules, full_precision_classes)
+    policy = _or_individually(policy, full_precision_classes)
+    _recursive_wrap(root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+
+
+def chosen_modules(
+    tree: Subtree,
+    policy: Policy,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: Kwargs,
+) -> dict[nn.Module, Kwargs]:
+    """The submodules that ``auto_wrap`` makes units, and their keyword arguments. Changes nothing; errors are its."""
+    _refuse_existing_units(tree)
+    check_policy(policy)
+    classes = _full_precision_classes(root_kwargs)
+    if isinstance(policy, _Policy):
+        chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
+        _add_full_precision_modules(tree.modules, classes, ignored_modules, root_kwargs, chosen)
+        _check_frozen_params(tree, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
+        return chosen
+    recorded: dict[nn.Module, Kwargs] = {}
+
+    def record(module: nn.Module, **kwargs: Any) -> nn.Module:
+        recorded[module] = {**kwargs, "mixed_precision": None} if isinstance(module, classes) else kwargs
+        return module
+
+    policy = _or_individually(policy, classes)
+    _recursive_wrap(tree.root, policy, record, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+    return recorded
+
+
+def check_policy(policy: object) -> None:
+    """TypeError for what is no auto wrap policy."""
+    if isinstance(policy, type) or not (callable(policy) or isinstance(policy, _Policy)):
+        got = policy.__name__ if isinstance(policy, type) else f"{type(policy).__name__} {policy!r}"
+        raise TypeError(
+            f"auto_wrap_policy must be a policy object or a callable, not {got}: pass for instance "
+            "fsdp_c.wrap.ModuleWrapPolicy({TransformerBlock})"
+        )
+
+
+def _full_precision_classes(root_kwargs: Kwargs) -> tuple[type[nn.Module], ...]:
+    mixed_precision = root_kwargs["mixed_precision"]
+    return tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
+
+
+def _or_individually(policy: Callable[..., bool], classes: tuple[type[nn.Module], ...]) -> Callable[..., bool]:
+    """``policy``, or being one of ``classes``."""
+    if not classes:
+        return policy
+    individually = functools.partial(_wrap_module_cls_individually, module_classes=classes)
+    return functools.partial(_or_policy, policies=[policy, individually])
+
+
+def _refuse_existing_units(tree: Subtree) -> None:
+    for path in tree.units.values():
+        raise ValueError(
+            f"FSDP auto wrapping requires modules to not already have FSDP applied but found {path} in "
+            f"{type(tree.root).__name__}: leave out auto_wrap_policy, or wrap that module by policy"
+        )
+
+
+def _add_full_precision_modules(
+    modules: Iterable[nn.Module],
+    classes: tuple[type[nn.Module], ...],
+    ignored_modules: set[nn.Module],
+    root_kwargs: Kwargs,
+    chosen: dict[nn.Module, Kwargs],
+) -> None:
+    """Make every instance of ``classes`` a target of its own without mixed precision."""
+    for module in modules:
+        if module not in ignored_modules and isinstance(module, classes):
+            kwargs = chosen.get(module, {**root_kwargs, "auto_wrap_policy": None})
+            chosen[module] = {**kwargs, "mixed_precision": None}
+
+
+def _keep_in_full_precision(modules: Iterable[nn.Module], classes: tuple[type[nn.Module], ...]) -> None:
+    """Have the instances of ``classes`` compute in fp32 and answer in the dtype they were given. Warns."""
+    found = [module for module in modules if isinstance(module, classes)]
+    for module in found:
+        vars(module)["_wrap_overrides"] = {"mixed_precision": None}  # read by torch's _recursive_wrap
+        region = _FullPrecisionRegion()
+        module.register_forward_pre_hook(region.enter)
+        module.register_forward_hook(region.leave)
+    if found:
+        names = ", ".join(sorted({type(module).__name__ for module in found}))
+        warnings.warn(
+            f"Both mixed precision and an auto_wrap_policy were specified to FSDP, for submodules of type {names}. "
+            "These modules will be wrapped as separate FSDP units without mixed precision "
+            "(MixedPrecision._module_classes_to_ignore)",
+            stacklevel=4,
+        )
+
+
+class _FullPrecisionRegion:
+    """Casts floating inputs of one module to fp32, and floating outputs back to the dtype of the last of them."""
+
+    def __init__(self) -> None:
+        self.input_dtype: torch.dtype | None = None
+
+    def enter(self, module: nn.Module, args: tuple[object, ...]) -> object:
+        self.input_dtype = None
+
+        def to_fp32(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point() or tensor.dtype is torch.float32:
+                return tensor
+            self.input_dtype = tensor.dtype
+            return tensor.to(torch.float32)
+
+        return _apply_to_tensors(to_fp32, args)
+
+    def leave(self, module: nn.Module, args: tuple[object, ...], output: object) -> object:
+        dtype = self.input_dtype
+        if dtype is None:
+            return None
+        return _apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
+
+
+def _check_frozen_params(
+    tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter], use_orig_params: bool
+) -> None:
+    """Raise, or with use_orig_params warn, for a target whose own parameters are partly frozen."""
+    registered = (param for module in tree.modules for param in module._parameters.values() if param is not None)
+    if len({param.requires_grad for param in registered}) < 2:
+        return
+    root, targets = tree.root, set(targets)
+    visited: set[nn.Module] = set()
+    for path, module in _post_order(root):
+        if module not in targets:
+            continue
+        params = {
+            param: name for name, param in _own_named_parameters(path, module, visited) if param not in ignored_params
+        }
+        trainable = [param for param in params if param.requires_grad]
+        frozen = [param for param in params if not param.requires_grad]
+        if not trainable or not frozen:
+            continue
+        lists = (
+            f"requires_grad=True: {[params[param] for param in trainable]}; "
+            f"requires_grad=False: {[params[param] for param in frozen]}"
+        )
+        if not use_orig_params:
+            raise ValueError(
+                f"{path or type(root).__name__} has both parameters with requires_grad=True and False, which one "
+                "unit holds only "
+                f"with use_orig_params=True; pass that, or wrap the frozen parameters with FSDP separately. {lists}"
+            )
+        wanted = sum(param.numel() for param in trainable)
+        total = wanted + sum(param.numel() for param in frozen)
+        warnings.warn(
+            f"{path or type(root).__name__} has both parameters with requires_grad=True and False: its gradients "
+            f"take {total} numel "
+            f"instead of {wanted} numel before they are reduced; wrap the frozen parameters with FSDP separately. "
+            f"{lists}",
+            stacklevel=4,
+        )
+
+
+def _post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The named modules of a tree, children before their parent, in registration order; shared modules once."""
+    visited = {root}
+
+    def walk(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+        found = []
+        for name, child in module.named_children():
+            if child not in visited:
+                visited.add(child)
+                found += walk(joined(path, name), child)
+        return [*found, (path, module)]
+
+    return walk("", root)
+
+
+def _own_named_parameters(path: str, module: nn.Module, visited: set[nn.Module]) -> Iterable[tuple[str, nn.Parameter]]:
+    """The parameters of ``module``'s subtree without the modules in ``visited``, to which it adds its own."""
+    visited.add(module)
+    for name, param in module.named_parameters(recurse=False):
+        yield joined(path, name), param
+    for name, child in module.named_children():
+        if child not in visited:
+            yield from _own_named_parameters(joined(path, name), child, visited)

@@ -1,0 +1,450 @@
+"""An optimizer's state by original names, made into what this rank's optimizer holds: shards, keyed by its own keys."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor
+
+from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
+from fsdp_c.sharding import common
+from fsdp_c.sharding.agreement import digest_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.tensor_parallel import local_part
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
+from fsdp_c.state.redistribution import rank0_partition, redistribute
+from fsdp_c.state.sharded_values import (
+    ParamForm,
+    by_group,
+    from_memory_order,
+    param_forms,
+    rows_of_value,
+    shards_of_rows,
+    to_memory_order,
+    wholes_of_rows,
+)
+from fsdp_c.state.state_dict_saving import split_shard
+
+
+class LoadOptions(NamedTuple):
+    rank0_only: bool  # rank 0 has the state dict, the others pass nothing
+    named_optim: torch.optim.Optimizer | None  # the optimizer, if its state dict is keyed by names; else None
+    group: dist.ProcessGroup | None
+
+
+class _OnRank0(NamedTuple):
+    """Stands for a tensor that rank 0 has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Target(NamedTuple):
+    """One tensor of the state of one original parameter."""
+
+    module: ShardedModule
+    form: ParamForm
+    fqn: str
+    state_name: str
+    value: Tensor | _OnRank0
+
+
+def load_optim_state(
+    params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: LoadOptions
+) -> ParamState:
+    """What ``optim.load_state_dict()`` takes. Collective where ``osd`` is sharded or on rank 0 only.
+
+    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit.
+    """
+    source = None
+    if options.rank0_only:
+        source = osd if dist.get_rank(options.group) == 0 else None
+        osd = _broadcast_structure(source, options.group)
+    if "state" not in osd:
+        raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
+    targets = _targets(params, osd["state"])
+    shards = dict(_shards(targets, source, options))
+    state = _rekeyed(params, keys, osd["state"], shards, source, options)
+    result: ParamState = {"state": state}
+    if "param_groups" in osd:
+        result["param_groups"] = [_keyed_group(group, params, keys) for group in osd["param_groups"]]
+    return result
+
+
+# ----------------------------------------------------------------- rank 0 has it
+
+
+def _broadcast_structure(osd: StateDict | None, group: dist.ProcessGroup | None) -> ParamState:
+    """The state dict with placeholders for its tensors, but for 0-d ones."""
+    told: list[dict[str, Any]] = [{} if osd is None else _without_tensors(osd)]
+    dist.broadcast_object_list(told, src=_rank_0(group), group=group)
+    return told[0]
+
+
+def _rank_0(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else dist.get_global_rank(group, 0)
+
+
+def _without_tensors(value: object) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().cpu() if value.dim() == 0 else _OnRank0(value.shape, value.dtype)
+    if isinstance(value, dict):
+        return {key: _without_tensors(one) for key, one in value.items()}
+    return value
+
+
+# ----------------------------------------------------------------- shards
+
+
+def _is_tensor(value: object) -> bool:
+    # a ShardedTensor is asked nothing that would go through its dispatcher
+    if isinstance(value, (_OnRank0, ShardedTensor, DTensor)):
+        return True
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target]:
+    """All tensors of managed parameters, in an order that ranks share. Raises ValueError for wrong shapes."""
+    targets = []
+    for fqn, (_, known) in params.by_fqn.items():
+        if known.module is None or fqn not in states:
+            continue
+        form = param_forms(known.owner)[known.indices[known.fqns.index(fqn)]]
+        for name, value in sorted(states[fqn].items()):
+            if not _is_tensor(value):
+                continue
+            shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+            if shape != form.full_shape:
+                raise ValueError(
+                    f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
+                    f"{tuple(shape)}, the parameter {tuple(form.full_shape)}"
+                )
+            targets.append(_Target(known.owner, form, fqn, name, value))
+    return targets
+
+
+def _shards(
+    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """By FQN and state name, this rank's part of each tensor: 1-D, or in its own shape if the unit shards nothing."""
+    parallel = [target for target in targets if target.module._fsdp_extension is not None]
+    others = [target for target in targets if target.module._fsdp_extension is None]
+    sharded = [target for target in others if isinstance(target.value, (ShardedTensor, DTensor))]
+    yield from _shards_from_rank_0([target for target in others if isinstance(target.value, _OnRank0)], source, options)
+    by_unit = _by_unit(sharded)
+    for group, modules in by_group(by_unit):
+        members = [target for module in modules for target in by_unit[module]]
+        for target, part in _parts_of_rows(members, group, modules[0].compute_device):
+            yield (target.fqn, target.state_name), part
+    yield from _shards_over_meshes(parallel, source, options)
+    for target in others:
+        if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor)):
+            yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
+
+
+def _shards_over_meshes(
+    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Where tensor parallelism divides parameters as well (parity 24): whole over the unit's ranks, then this one's."""
+    for group in dict.fromkeys(target.module.process_group for target in targets):
+        _agree_on([target for target in targets if target.module.process_group is group], group)
+    for target in targets:
+        value = target.value
+        if isinstance(value, _OnRank0):
+            value = _broadcast(value, _value_of(target, source), target.module.compute_device, options.group)
+        local = local_part(value.detach(), target.form.parallel)
+        yield (target.fqn, target.state_name), _own_part(target, local)
+
+
+def _by_unit(targets: Iterable[_Target]) -> dict[ShardedModule, list[_Target]]:
+    found: dict[ShardedModule, list[_Target]] = {}
+    for target in targets:
+        found.setdefault(target.module, []).append(target)
+    return found
+
+
+def _parts_of_rows(
+    targets: Sequence[_Target], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[tuple[_Target, Tensor]]:
+    """This rank's part of each sharded value, which every rank of the group has its rows of. Collective."""
+    held = list(zip(targets, _agreed_rows(targets, group), strict=True))
+    divided = [(target, rows) for target, rows in held if handle_of(target.module).layout.sharded]
+    shards = shards_of_rows([rows for _, rows in divided], group, device)
+    yield from zip([target for target, _ in divided], shards, strict=True)
+    undivided = [(target, rows) for target, rows in held if not handle_of(target.module).layout.sharded]
+    wholes = wholes_of_rows([rows for _, rows in undivided], group, device)
+    for (target, _), whole in zip(undivided, wholes, strict=True):
+        yield target, _own_part(target, whole)
+
+
+def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamForm, Tensor]]:
+    """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
+    error, rows = None, []
+    try:
+        rows = [(t.form, rows_of_value(t.value, t.fqn, t.module, t.form).detach()) for t in targets]
+    except AssertionError as found:
+        error = found
+    _agree_on(targets, group, error)
+    return rows
+
+
+def _agree_on(targets: Sequence[_Target], group: dist.ProcessGroup, error: Exception | None = None) -> None:
+    """Raise where one rank has an error, or the ranks pass different state: before anything moves. Collective."""
+    known = [(t.fqn, t.state_name, str(_dtype(t.value))) for t in targets]
+    ranks = dist.get_process_group_ranks(group)
+    told = common.tell((digest_of(repr(known).encode()), error), group)
+    if error is not None:
+        raise error
+    for rank, (_, failure) in zip(ranks, told, strict=True):
+        if failure is not None:
+            raise AssertionError(f"rank {rank} cannot load its part of the optimizer state: {failure}")
+    if len({digest for digest, _ in told}) > 1:
+        raise ValueError(_difference(dict(zip(ranks, map(set, common.tell(known, group)), strict=True))))
+
+
+def _dtype(value: Tensor | _OnRank0) -> torch.dtype:
+    return value.metadata().tensor_properties.dtype if isinstance(value, ShardedTensor) else value.dtype
+
+
+def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
+    everywhere = frozenset.intersection(*map(frozenset, held.values()))
+    fqn, name, dtype = min(frozenset().union(*held.values()) - everywhere)
+    having = [rank for rank, one in held.items() if (fqn, name, dtype) in one]
+    return (
+        f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} only of "
+        f"{list(held)}. Pass each rank what was saved on it, or load through torch.distributed.checkpoint"
+    )
+
+
+def _own_part(target: _Target, value: Tensor) -> Tensor:
+    form = target.form
+    flat = to_memory_order(value, form.order)
+    if not handle_of(target.module).layout.sharded:
+        return from_memory_order(flat.clone(), form.shape, form.order)
+    start, end = form.shard.bounds(target.module.rank)
+    return flat[start:end].clone()
+
+
+def _shards_from_rank_0(
+    targets: Sequence[_Target], source: StateDict | None, options: LoadOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """Rank 0 sends each rank its part, where it is in the unit's group; else everything to everyone, one by one."""
+    world_size = dist.get_world_size(options.group)
+    direct = {
+        module for module in _by_unit(targets) if handle_of(module).layout.sharded and module.world_size == world_size
+    }
+    by_unit = _by_unit(target for target in targets if target.module in direct)
+    for shard_group, modules in by_group(by_unit):
+        members = [target for module in modules for target in by_unit[module]]
+        shards = redistribute(
+            (_flat_on_rank_0(target, source) for target in members),
+            [rank0_partition(target.form.shape.numel()) for target in members],
+            [target.form.shard for target in members],
+            shard_group,
+            device=modules[0].compute_device,
+        )
+        for target, shard in zip(members, shards, strict=True):
+            yield (target.fqn, target.state_name), shard
+    for target in targets:
+        if target.module not in direct:
+            assert isinstance(target.value, _OnRank0)
+            whole = _broadcast(target.value, _value_of(target, source), target.module.compute_device, options.group)
+            yield (target.fqn, target.state_name), _own_part(target, whole)
+
+
+def _value_of(target: _Target, source: StateDict | None) -> Tensor | None:
+    return None if source is None else source["state"][target.fqn][target.state_name]
+
+
+def _flat_on_rank_0(target: _Target, source: StateDict | None) -> Tensor:
+    value = _value_of(target, source)
+    if value is None:
+        return torch.empty(0, dtype=target.value.dtype)
+    return to_memory_order(value.detach(), target.form.order)
+
+
+def _broadcast(what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
+    if value is None:
+        received = torch.empty(what.shape, dtype=what.dtype, device=device)
+    else:
+        received = value.detach().to(device, copy=True).contiguous()
+    dist.broadcast(received, src=_rank_0(group), group=group)
+    return received
+
+
+# ----------------------------------------------------------------- the result
+
+
+def _rekeyed(
+    params: OptimParams,
+    keys: dict[Key, nn.Parameter],
+    states: dict[str, ParamState],
+    shards: dict[tuple[str, str], Tensor],
+    source: StateDict | None,
+    options: LoadOptions,
+) -> dict[Key, object]:
+    key_of = {param: key for key, param in keys.items()}
+    result: dict[Key, object] = {}
+    unknown = set(states)
+    for param, known in params.by_param.items():
+        names = [fqn for fqn in known.fqns if fqn in states]
+        unknown.difference_update(names)
+        if not names:
+            continue
+        state = _state_of_param(known, states, shards, source, options)
+        if not state and options.named_optim is not None:
+            state = _initial_state(param, known, options.named_optim)
+        if state:
+            if param not in key_of:
+                raise KeyError(
+                    f"Can't find {known.fqns[0]} from the parameters that the optimizer holds, but the state dict has "
+                    f"state of {known.fqns}"
+                )
+            result[key_of[param]] = state
+    for name in states:
+        if name in unknown:
+            result[name] = _user_state(states[name], source and source["state"][name], options)
+    return result
+
+
+def _state_of_param(
+    known: OptimParam,
+    states: dict[str, ParamState],
+    shards: dict[tuple[str, str], Tensor],
+    source: StateDict | None,
+    options: LoadOptions,
+) -> ParamState:
+    if known.module is None:
+        name = known.fqns[0]
+        state: ParamState = _user_state(states[name], source and source["state"][name], options)
+        return state
+    if not known.owner._use_orig_params:
+        return _flat_state(known, states, shards)
+    (fqn,) = known.fqns
+    (_, _, numel, _) = handle_of(known.owner).layout.shard_ranges()[known.indices[0]]
+    if not numel:
+        return {}
+    return {name: shards[fqn, name] if _is_tensor(value) else _own_scalar(value) for name, value in states[fqn].items()}
+
+
+def _own_scalar(value: object) -> object:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _initial_state(param: nn.Parameter, known: OptimParam, optim: torch.optim.Optimizer) -> ParamState:
+    """Optimizers keyed by names want state of every parameter, also of one without elements here."""
+    state = optim.state.get(param)
+    if state is None:
+        warnings.warn(f"optim_state[{known.fqns}] is not on rank{known.owner.rank}.", stacklevel=6)
+        return {}
+    return copy.deepcopy(state)
+
+
+def _user_state(value: Any, original: Any, options: LoadOptions) -> Any:
+    """State that no unit manages, as it is; from rank 0 where only that has it."""
+    if isinstance(value, dict):
+        return {key: _user_state(one, original and original[key], options) for key, one in value.items()}
+    if isinstance(value, _OnRank0):
+        return _broadcast(value, original, _transfer_device(options.group), options.group)
+    return value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+
+
+def _transfer_device(group: dist.ProcessGroup | None) -> torch.device:
+    return dist.distributed_c10d._get_pg_default_device(group)
+
+
+# ---- one flat parameter for many original ones
+
+
+def _flat_state(known: OptimParam, states: dict[str, ParamState], shards: dict[tuple[str, str], Tensor]) -> ParamState:
+    """The state of a flat parameter, from those of its original parameters, which must be of one kind.
+
+    Missing tensors are zeros. Raises ValueError for state that differs in names, types, dtypes or scalar values.
+    """
+    given = {fqn: states[fqn] for fqn in known.fqns if states.get(fqn)}
+    if not given:
+        return {}
+    first_fqn, first = next(iter(given.items()))
+    for fqn, state in given.items():
+        if set(state) != set(first):
+            raise ValueError(
+                f"Differing optimizer state names for the unflattened parameters: {first_fqn} has {sorted(first)}, "
+                f"{fqn} has {sorted(state)}"
+            )
+    result: ParamState = {}
+    for name in first:
+        values = {fqn: state[name] for fqn, state in given.items()}
+        _check_one_kind(name, values)
+        if _is_tensor(first[name]):
+            result[name] = _flat_tensor(known, name, values, shards, _dtype(first[name]))
+        else:
+            _check_scalars(name, values, known)
+            result[name] = _own_scalar(first[name])
+    return result
+
+
+def _kind(value: object) -> str:
+    if _is_tensor(value):
+        return "tensor"
+    return "scalar tensor" if isinstance(value, Tensor) else type(value).__name__
+
+
+def _check_one_kind(name: str, values: dict[str, Any]) -> None:
+    first_fqn, first = next(iter(values.items()))
+    for fqn, value in values.items():
+        if _kind(value) != _kind(first):
+            raise ValueError(
+                f"Differing optimizer state types for state {name}: {first_fqn} has a {_kind(first)}, {fqn} has a "
+                f"{_kind(value)}"
+            )
+        if _is_tensor(value) and _dtype(value) != _dtype(first):
+            raise ValueError(
+                "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
+                f"state with the same dtype: {first_fqn} has {name} in {_dtype(first)}, {fqn} in {_dtype(value)}"
+            )
+
+
+def _check_scalars(name: str, values: dict[str, Any], known: OptimParam) -> None:
+    """A flat parameter has one scalar for all: it must be every parameter's."""
+    missing = [fqn for fqn in known.fqns if fqn not in values]
+    first_fqn, first = next(iter(values.items()))
+    differing = [fqn for fqn, value in values.items() if _scalar(value) != _scalar(first)]
+    if missing or differing:
+        raise ValueError(
+            "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
+            f"and dtype: {first_fqn} has {name}={first}, {differing or missing} "
+            f"{'differ' if differing else 'have none'}; load with use_orig_params=True"
+        )
+
+
+def _scalar(value: object) -> tuple[object, torch.dtype | None]:
+    return (value.item(), value.dtype) if isinstance(value, Tensor) else (value, None)
+
+
+def _flat_tensor(
+    known: OptimParam, name: str, values: dict[str, Any], shards: dict[tuple[str, str], Tensor], dtype: torch.dtype
+) -> Tensor:
+    device = next(shards[fqn, name].device for fqn in values)
+    flat = torch.zeros(handle_of(known.owner).layout.shard_numel, dtype=dtype, device=device)
+    for fqn, (form, part) in zip(known.fqns, split_shard(known.owner, flat), strict=True):
+        if fqn in values:
+            value = shards[fqn, name]
+            part.copy_(value if handle_of(known.owner).layout.sharded else to_memory_order(value, form.order))
+    return flat
+
+
+# ---- groups
+
+
+def _keyed_group(group: ParamGroup, params: OptimParams, keys: dict[Key, nn.Parameter]) -> ParamGroup:
+    key_of = {param: key for key, param in keys.items()}
+    found: Iterable[Key] = {key_of[params.by_fqn[fqn][0]] for fqn in group["params"] if fqn in params.by_fqn}
+    rest = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    return {**rest, "params": sorted(found)}

@@ -1,0 +1,157 @@
+"""The parameters of a model as its optimizer knows them: flat ones or original ones, their names, ids and units."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp_c.compat.aliases import OptimInput
+from fsdp_c.sharding import common
+from fsdp_c.sharding.sharded_module import ShardedModule, units_with_paths
+from fsdp_c.sharding.traversal import clean_name, joined, named_params
+
+Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
+
+
+class OptimParam(NamedTuple):
+    """One parameter that an optimizer may hold."""
+
+    name: str  # its own in the model; a flat parameter's ends in _flat_param
+    fqns: tuple[str, ...]  # of the original parameters that it stands for
+    module: ShardedModule | None  # None for one that no unit manages
+    indices: tuple[int, ...]  # of the original parameters in the unit's flat parameter
+
+    @property
+    def owner(self) -> ShardedModule:
+        """The module whose unit manages it."""
+        assert self.module is not None
+        return self.module
+
+
+class OptimParams:
+    """The parameters of ``model`` in the order of ``named_parameters()``.
+
+    Raises IndexError for a model without units, AssertionError for units that differ in ``use_orig_params``.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        modules = units_with_paths(model)
+        if not modules:
+            raise IndexError(
+                f"list index out of range: {type(model).__name__} has no FullyShardedDataParallel in it: pass the "
+                "wrapped model, or save a plain one's optimizer by optim.state_dict()"
+            )
+        self.use_orig_params = modules[0][1]._use_orig_params
+        if any(module._use_orig_params != self.use_orig_params for _, module in modules):
+            raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
+        self.all_units = [module for _, module in modules]
+        self.units = [module for module in self.all_units if module._handle is not None]
+        managed = self._managed(modules)
+        self.raw_names = named_params(model)
+        self.by_param = {
+            param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
+            for name, param in self.raw_names.items()
+        }
+
+    def _managed(self, modules: Sequence[tuple[str, ShardedModule]]) -> dict[nn.Parameter, OptimParam]:
+        found: dict[nn.Parameter, OptimParam] = {}
+        for path, module in modules:
+            if module._handle is None:
+                continue
+            flat_param = module._handle.flat_param
+            prefix = clean_name(f"{path}.") if path else ""
+            fqns = [prefix + param.fqn for param in common.managed_params(module._handle)[: flat_param._num_params]]
+            if self.use_orig_params:
+                for index, (param, fqn) in enumerate(zip(flat_param._params or (), fqns, strict=True)):
+                    found[param] = OptimParam(fqn, (fqn,), module, (index,))
+            else:
+                name = clean_name(joined(path, "_flat_param"))
+                found[flat_param] = OptimParam(name, tuple(fqns), module, tuple(range(len(fqns))))
+        return found
+
+    @functools.cached_property
+    def by_fqn(self) -> dict[str, tuple[nn.Parameter, OptimParam]]:
+        """What stands for an original parameter of this name."""
+        return {fqn: (param, known) for param, known in self.by_param.items() for fqn in known.fqns}
+
+    def keys(
+        self, optim: torch.optim.Optimizer | None, optim_input: OptimInput, names: Iterable[object] | None
+    ) -> dict[Key, nn.Parameter]:
+        """The parameters by their keys in the optimizer's state dict; ``optim_input`` counts where it is not None.
+
+        ``names``: those in a state dict that is keyed by names, which may have the wrappers' segments or not.
+        """
+        if names is not None:
+            clean: dict[Key, nn.Parameter] = {clean_name(name): param for name, param in self.raw_names.items()}
+            if any(name in clean and name not in self.raw_names for name in names):
+                return clean
+            raw: dict[Key, nn.Parameter] = dict(self.raw_names.items())
+            return raw
+        if optim_input is None and optim is not None:
+            held = [param for group in optim.param_groups for param in group["params"]]
+        else:
+            held = params_of_input(self.model if optim_input is None else optim_input)
+        return dict(enumerate(dict.fromkeys(held)))
+
+
+def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
+    """The parameters that an optimizer built of ``optim_input`` holds, in order: of tensors, groups, or a model.
+
+    Raises TypeError for anything else, ValueError for nothing, AssertionError for a group without "params".
+    """
+    if isinstance(optim_input, nn.Module):
+        return list(optim_input.parameters())
+    try:
+        given: list[Any] = list(optim_input)  # type: ignore[arg-type]  # None has its TypeError below
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {type(optim_input).__name__}"
+        ) from error
+    if not given:
+        raise ValueError("Optimizer input should not be empty")
+    if all(isinstance(param, torch.Tensor) for param in given):
+        return given
+    if not all(isinstance(group, dict) for group in given):
+        kinds = sorted({type(one).__name__ for one in given})
+        raise TypeError(f"Optimizer input should be an iterable of Tensors or dicts, but got elements of {kinds}")
+    if any("params" not in group for group in given):
+        raise AssertionError('A parameter group should map "params" to a list of the parameters in the group')
+    return [param for group in given for param in _group_params(group["params"])]
+
+
+def _group_params(params: Any) -> Iterable[nn.Parameter]:
+    given: Iterable[Any] = [params] if isinstance(params, torch.Tensor) else params
+    return list(given)
+
+
+def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The one name of each parameter of a model, wrapped or not. Raises RuntimeError for one with several."""
+    names: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in names:
+            raise RuntimeError(
+                "Each parameter should only map to one parameter name but got "
+                f"{[names[param], clean_name(name)]} for the same; "
+                "state of shared parameters can be keyed by ids only"
+            )
+        names[param] = clean_name(name)
+    known = _flat_names(model)
+    for param in names:
+        if param in known and len(known[param]) != 1:
+            raise RuntimeError(
+                f"Each parameter should only map to one parameter name but got {list(known[param])} for "
+                f"{names[param]!r}; "
+                "wrap with use_orig_params=True, or save a full state dict"
+            )
+    return {param: known[param][0] if param in known else name for param, name in names.items()}
+
+
+def _flat_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    if not units_with_paths(model):
+        return {}
+    return {param: known.fqns for param, known in OptimParams(model).by_param.items() if known.module is not None}

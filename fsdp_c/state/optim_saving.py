@@ -1,0 +1,449 @@
+"""An optimizer's state over shards, saved by original names: whole tensors, or this rank's rows of them.
+
+[Note: One agreement]
+Ranks hold state of different parameters: with original parameters a rank whose shard has nothing of one holds no state
+of it. So they tell each other once what they have, for the whole model: names, dtypes and the values of scalars. Then
+every rank knows what comes, and the tensors move by few large transfers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
+from fsdp_c.sharding import common
+from fsdp_c.sharding.agreement import digest_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
+from fsdp_c.state.redistribution import gather, join_ranges
+from fsdp_c.state.sharded_values import (
+    ParamForm,
+    by_group,
+    dims_from_memory,
+    from_memory_order,
+    param_forms,
+    rows_of_shards,
+    sharded_values,
+)
+from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard
+
+
+class SaveOptions(NamedTuple):
+    rank0_only: bool
+    shard_state: bool  # rows of each tensor instead of whole ones
+    cpu_offload: bool
+    group: dist.ProcessGroup | None
+
+    @property
+    def returns_state(self) -> bool:
+        """Whether this rank returns what all take part in making."""
+        return not self.rank0_only or self.shard_state or dist.get_rank(self.group) == 0
+
+
+Number = int | float | complex | bool
+_Tensors = tuple[tuple[str, torch.dtype], ...]
+
+
+class _Held(NamedTuple):
+    """What a rank has of one parameter's state: told to the others, so of small picklable values."""
+
+    tensors: _Tensors
+    scalars: tuple[tuple[str, Number, torch.dtype], ...]  # 0-d tensors
+    others: tuple[tuple[str, object], ...]
+
+
+def save_optim_state(
+    params: OptimParams, keys: dict[Key, nn.Parameter], osd: StateDict, options: SaveOptions
+) -> StateDict:
+    """The state dict by original names. Collective. Nothing in ``osd`` is changed, and no tensor is shared with it."""
+    key_of = {param: key for key, param in keys.items()}
+    local = _local_states(params, key_of, osd["state"])
+    held = _agree(params, local, options.group)
+    values = _tensors(params, local, held, options)
+    if not options.returns_state:
+        return {}
+    state = _assembled(params, local, held, values, options)
+    _copy_unknown(osd["state"], keys, params, state)
+    result: StateDict = {"state": state}
+    if "param_groups" in osd:
+        result["param_groups"] = [_named_group(group, keys, params) for group in osd["param_groups"]]
+    return result
+
+
+def _local_states(
+    params: OptimParams, key_of: dict[nn.Parameter, Key], states: dict[Key, ParamState]
+) -> dict[OptimParam, ParamState]:
+    """By parameter, in the optimizer's order."""
+    return {
+        params.by_param[param]: states[key]
+        for param, key in key_of.items()
+        if param in params.by_param and key in states
+    }
+
+
+# ----------------------------------------------------------------- agreement
+
+
+class _Told(NamedTuple):
+    """What one rank tells the others."""
+
+    held: dict[str, _Held]
+    lacking: frozenset[str]  # parameters of which its shard has elements and its optimizer no state
+    frozen: frozenset[str]  # parameters that need no gradient, which may be missing from the optimizer
+    names: bytes  # a digest of all names
+    errors: tuple[str, ...]
+
+
+def _agree(
+    params: OptimParams, local: dict[OptimParam, ParamState], group: dist.ProcessGroup | None
+) -> dict[OptimParam, _Held]:
+    """What there is of each managed parameter's state, in the order of the result; see [Note: One agreement]."""
+    managed = {known.name: known for known in params.by_param.values() if known.module is not None}
+    own = {known.name: state for known, state in local.items() if known.module is not None and holds_elements(known)}
+    told = common.tell(_told(params, managed, own), group)
+    if any(one.errors for one in told):
+        raise ValueError("\n".join(error for one in told for error in one.errors))
+    held = [one.held for one in told]
+    if not params.use_orig_params:
+        _check_states_of_rank_0(held, managed)
+        mine = held[dist.get_rank(group)]
+        for name in held[0]:
+            _check_same_tensors(name, held)
+        return {managed[name]: mine[name] for name in held[0]}
+    names = {name for one in held for name in one}
+    if names and len({one.names for one in told}) > 1:
+        raise RuntimeError(
+            "ranks call the model's parameters by different names (do they ignore different modules?), so that "
+            f"optimizer state cannot be saved by name: rank {dist.get_rank(group)} has {sorted(managed)}. Save "
+            "optimizer.state_dict() of each rank instead"
+        )
+    _check_states_of_units(managed, names, frozenset.intersection(*(one.frozen for one in told)))
+    for rank, one in enumerate(told):
+        for name in sorted(one.lacking & names):
+            raise ValueError(f"rank {rank} holds elements of {name} but no optimizer state of it, as other ranks do")
+    return {managed[name]: _merged(name, held) for name in sorted(names)}
+
+
+def _told(params: OptimParams, managed: dict[str, OptimParam], own: dict[str, ParamState]) -> _Told:
+    by_param = [(param, known) for param, known in params.by_param.items() if known.module is not None]
+    return _Told(
+        _described(own),
+        frozenset(name for name, known in managed.items() if name not in own and _own_numel(known)),
+        frozenset(known.name for param, known in by_param if not param.requires_grad),
+        digest_of(repr(sorted(managed)).encode()),
+        tuple(_misfits(managed, own)),
+    )
+
+
+def _own_numel(known: OptimParam) -> int:
+    """How many elements this rank's state of a parameter has."""
+    layout = handle_of(known.owner).layout
+    return layout.shard_ranges()[known.indices[0]][2] if known.owner._use_orig_params else layout.shard_numel
+
+
+def holds_elements(known: OptimParam) -> bool:
+    """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
+    if not known.owner._use_orig_params or _own_numel(known):
+        return True
+    return _form(known).shape.numel() == 0
+
+
+def _form(known: OptimParam) -> ParamForm:
+    """The form of an original parameter."""
+    return param_forms(known.owner)[known.indices[0]]
+
+
+def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> Iterator[str]:
+    for name, state in states.items():
+        numel = _own_numel(managed[name])
+        for key, value in state.items():
+            if _is_sharded(value) and value.numel() != numel:
+                yield (
+                    f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on rank "
+                    f"{managed[name].owner.rank}, whose shard holds {numel} elements of it: only state of the "
+                    "parameter's own shape can be saved"
+                )
+
+
+def _described(states: dict[str, ParamState]) -> dict[str, _Held]:
+    scalars = _scalar_values(states)
+    kinds: dict[_Tensors, _Tensors] = {}  # equal tuples become one object, which is pickled once
+    result = {}
+    for name, state in states.items():
+        tensors = tuple(sorted((key, v.dtype) for key, v in state.items() if _is_sharded(v)))
+        others = tuple(sorted((key, v) for key, v in state.items() if not isinstance(v, Tensor)))
+        result[name] = _Held(kinds.setdefault(tensors, tensors), tuple(scalars[name]), others)
+    return result
+
+
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _scalar_values(states: dict[str, ParamState]) -> dict[str, list[tuple[str, Number, torch.dtype]]]:
+    """The values of all 0-d tensors, read with one synchronisation per dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[str, str, Tensor]]] = {}
+    for name, state in states.items():
+        for key in sorted(state):
+            value = state[key]
+            if isinstance(value, Tensor) and value.dim() == 0:
+                kinds.setdefault((value.dtype, value.device), []).append((name, key, value))
+    found: dict[str, list[tuple[str, Number, torch.dtype]]] = {name: [] for name in states}
+    for (dtype, _), entries in kinds.items():
+        for (name, key, _), value in zip(entries, torch.stack([v for _, _, v in entries]).tolist(), strict=True):
+            found[name].append((key, value, dtype))
+    return found
+
+
+def _check_states_of_rank_0(told: Sequence[dict[str, _Held]], managed: dict[str, OptimParam]) -> None:
+    missing = {rank: [name for name in told[0] if name not in one] for rank, one in enumerate(told)}
+    missing = {rank: names for rank, names in missing.items() if names}
+    if missing:
+        listed = {rank: [list(managed[name].fqns) for name in names] for rank, names in missing.items()}
+        raise RuntimeError(
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but "
+            f"some ranks are missing some of those states: {listed}"
+        )
+
+
+def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], frozen: frozenset[str]) -> None:
+    """A unit's trained parameters have state together, or none has."""
+    by_unit: dict[ShardedModule, list[OptimParam]] = {}
+    for known in managed.values():
+        by_unit.setdefault(known.owner, []).append(known)
+    for members in by_unit.values():
+        stated = [known.name for known in members if known.name in names]
+        for known in members if stated else ():
+            if known.name not in names and known.name not in frozen and _form(known).shape.numel():
+                raise RuntimeError(
+                    f"{known.name} is not in the optimizer state of any rank, but is trained in the same unit as "
+                    f"others that are: the unit has {sorted(one.name for one in members)}, the optimizer state "
+                    f"{sorted(stated)}. "
+                    "Give it to the optimizer, or freeze it with requires_grad_(False)"
+                )
+
+
+def _check_same_tensors(name: str, told: Sequence[dict[str, _Held]]) -> None:
+    having = {rank: one[name].tensors for rank, one in enumerate(told) if name in one}
+    first_rank, first = next(iter(having.items()))
+    for rank, tensors in having.items():
+        if tensors != first:
+            raise ValueError(
+                f"ranks hold different optimizer state of {name}: rank {first_rank} {first}, rank {rank} {tensors}"
+            )
+
+
+def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
+    """What the ranks that have state of a parameter agree on."""
+    having = {rank: one[name] for rank, one in enumerate(told) if name in one}
+    first_rank, first = next(iter(having.items()))
+    for rank, other in having.items():
+        if other == first:
+            continue
+        _check_same_tensors(name, told)
+        for ours, theirs in ((first.scalars, other.scalars), (first.others, other.others)):
+            if ours != theirs:
+                key = next(one[0] for one in (*theirs, *ours) if one not in ours or one not in theirs)
+                found, wanted = ([one[1:] for one in entries if one[0] == key] for entries in (theirs, ours))
+                raise AssertionError(
+                    f"Rank {rank} has different values for {key}: {found}, where rank {first_rank} has {wanted} for "
+                    f"{name}; optimizer state that is no tensor must be equal on all ranks"
+                )
+    return first
+
+
+# ----------------------------------------------------------------- tensors
+
+
+class _Piece(NamedTuple):
+    fqn: str
+    state_name: str
+    form: ParamForm
+    data: Tensor
+
+
+def _tensors(
+    params: OptimParams, local: dict[OptimParam, ParamState], held: dict[OptimParam, _Held], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
+    """By FQN and state name, the tensors that are sharded as parameters are."""
+    pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
+    nothing = {dtype: torch.empty(0, dtype=dtype) for one in held.values() for _, dtype in one.tensors}
+    for module, members in _by_unit(held):
+        dtypes = [dict(held[known].tensors) for known in members]
+        for name in sorted({name for one in dtypes for name in one}):
+            for known, one in zip(members, dtypes, strict=True):  # of one name, they are a flat parameter evenly spread
+                if name in one:
+                    pieces[module] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
+    values: dict[tuple[str, str], Tensor] = {}
+    for module in params.units:
+        if not handle_of(module).layout.sharded:
+            values.update(_own_copies(module, pieces[module], options))
+    sharded = [module for module in params.units if handle_of(module).layout.sharded and pieces[module]]
+    by_rows = [module for module in sharded if options.shard_state and module._fsdp_extension is None]
+    values.update(_rows(by_rows, pieces, options))
+    values.update(_wholes([module for module in sharded if module not in by_rows], pieces, options))
+    return values
+
+
+def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[OptimParam]]]:
+    members: dict[ShardedModule, list[OptimParam]] = {}
+    for known in held:
+        members.setdefault(known.owner, []).append(known)
+    return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
+
+
+def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
+    """This rank's part of one state of the original parameters that ``known`` stands for."""
+    module, forms = known.owner, param_forms(known.owner)
+    value = value.detach() if value.requires_grad else value
+    sharded = handle_of(module).layout.sharded
+    if module._use_orig_params:
+        part = value.reshape(-1) if value.dim() != 1 and (sharded or not value.numel()) else value
+        return [_Piece(known.fqns[0], name, forms[known.indices[0]], part)]
+    return [
+        _Piece(fqn, name, form, part if sharded else from_memory_order(part, form.shape, form.order))
+        for fqn, (form, part) in zip(known.fqns, split_shard(module, value), strict=True)
+    ]
+
+
+def _own_copies(
+    module: ShardedModule, pieces: Sequence[_Piece], options: SaveOptions
+) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    for piece in pieces:
+        value = _with_mesh(module, piece.form, piece.data, options)
+        copied = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
+        yield (piece.fqn, piece.state_name), copied
+
+
+def _rows(
+    modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
+    rows = rows_of_shards(modules, lambda module: [(piece.form, piece.data) for piece in pieces[module]])
+    values: dict[tuple[str, str], Tensor] = {}
+    for module in modules:
+        own = [one.cpu() for one in rows[module]] if options.cpu_offload else rows[module]
+        made = sharded_values(module, own, [piece.form for piece in pieces[module]])
+        values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[module]], made, strict=True))
+    return values
+
+
+def _wholes(
+    modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
+    values: dict[tuple[str, str], Tensor] = {}
+    for group, members in by_group(modules):
+        items = [(module, piece) for module in members for piece in pieces[module]]
+        largest = max(handle_of(module).layout.padded_numel * 4 for module in members)
+        flats = gather(
+            (piece.data for _, piece in items),
+            [piece.form.shard for _, piece in items],
+            group,
+            device=members[0].compute_device,
+            shapes=[piece.form.memory_shape for _, piece in items],
+            rank0_only=options.rank0_only,
+            batch_nbytes=max(largest, FULL_BATCH_NBYTES),
+        )
+        for (module, piece), flat in zip(items, flats, strict=True):
+            if flat is not None:
+                whole = _with_mesh(module, piece.form, dims_from_memory(flat, piece.form.order), options)
+                if options.returns_state:
+                    values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
+    return values
+
+
+def _with_mesh(module: ShardedModule, form: ParamForm, whole: Tensor, options: SaveOptions) -> Tensor:
+    """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
+
+    In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to have all.
+    """
+    extension, mesh = module._fsdp_extension, module._device_mesh
+    if extension is not None and form.parallel is not None:
+        whole = extension.post_unflatten_transform(whole, form.parallel)
+    if options.shard_state and extension is not None and mesh is not None:
+        return extension.chunk_dtensor(whole, module.rank, mesh)
+    return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole
+
+
+# ----------------------------------------------------------------- the result
+
+
+def _assembled(
+    params: OptimParams,
+    local: dict[OptimParam, ParamState],
+    held: dict[OptimParam, _Held],
+    values: dict[tuple[str, str], Tensor],
+    options: SaveOptions,
+) -> dict[str, ParamState]:
+    state: dict[str, ParamState] = {}
+    unmanaged = {known.name: own for known, own in local.items() if known.module is None}
+    scalars = _new_scalars(held, options)
+    for known, one in held.items():
+        for fqn in known.fqns:
+            found: list[tuple[str, object]] = [(name, values[fqn, name]) for name, _ in one.tensors]
+            found += [(name, next(scalars[dtype, _scalar_device(known, options)])) for name, _, dtype in one.scalars]
+            found += [(name, copy.deepcopy(value)) for name, value in one.others]
+            state[fqn] = dict(sorted(found, key=_first))
+    for name, own in unmanaged.items():
+        state[name] = {key: _copied(value, options) for key, value in own.items()}
+    return dict(sorted(state.items())) if params.use_orig_params else state
+
+
+def _first(pair: tuple[str, object]) -> str:
+    return pair[0]
+
+
+def _scalar_device(known: OptimParam, options: SaveOptions) -> torch.device:
+    return torch.device("cpu") if options.cpu_offload else known.owner.compute_device
+
+
+def _new_scalars(
+    held: dict[OptimParam, _Held], options: SaveOptions
+) -> dict[tuple[torch.dtype, torch.device], Iterator[Tensor]]:
+    """By dtype and device, 0-d tensors in the order of the result: one for each parameter's each scalar (parity 23)."""
+    values: dict[tuple[torch.dtype, torch.device], list[Number]] = {}
+    for known, one in held.items():
+        for _ in known.fqns:
+            for _, value, dtype in one.scalars:
+                values.setdefault((dtype, _scalar_device(known, options)), []).append(value)
+    return {(dtype, device): _scalars(given, dtype, device) for (dtype, device), given in values.items()}
+
+
+def _scalars(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
+    together = torch.tensor(values, dtype=dtype, device=device)
+    ranges = [number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)]
+    return iter(join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values)))
+
+
+def _copied(value: object, options: SaveOptions) -> object:
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().to("cpu", copy=True) if options.cpu_offload else value.detach().clone()
+
+
+def _copy_unknown(
+    states: dict[Key, ParamState], keys: dict[Key, nn.Parameter], params: OptimParams, result: StateDict
+) -> None:
+    for key, value in states.items():
+        if key in keys or key in result:
+            continue
+        warnings.warn(
+            f"Found a optim state, {key}, that FSDP cannot process. FSDP will directly copy everything to the returned "
+            "state_dict: it belongs to no parameter of the model and is taken for the user's own.",
+            stacklevel=5,
+        )
+        result[key] = copy.copy(value)  # type: ignore[index]  # the user's own keys are copied, of whatever type
+
+
+def _named_group(group: ParamGroup, keys: dict[Key, nn.Parameter], params: OptimParams) -> ParamGroup:
+    named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+    fqns = [params.by_param[keys[key]].fqns for key in group["params"]]
+    return {**named, "params": list(itertools.chain.from_iterable(fqns))}

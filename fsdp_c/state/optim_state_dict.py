@@ -1,0 +1,215 @@
+"""State dicts of optimizers over units: to original names and back, and the older functions for the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_c.api import OptimStateKeyType, StateDictType
+from fsdp_c.compat.aliases import OptimInput, StateDict
+from fsdp_c.sharding import common
+from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
+from fsdp_c.state.optim_params import Key, OptimParams, names_of_params, params_of_input
+from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
+from fsdp_c.state.state_dict import settings_of
+
+Group = dist.ProcessGroup | None
+
+
+def optim_state_dict(model: nn.Module, optim: Optimizer, osd: StateDict | None, group: Group) -> StateDict:
+    """See FullyShardedDataParallel.optim_state_dict."""
+    params = OptimParams(model)
+    _check_optimizer(optim)
+    settings = settings_of(params.all_units)
+    config = settings.optim_state_dict_config
+    options = SaveOptions(
+        rank0_only=getattr(config, "rank0_only", False),
+        shard_state=settings.state_dict_type != StateDictType.FULL_STATE_DICT,
+        cpu_offload=getattr(config, "offload_to_cpu", True),
+        group=group,
+    )
+    return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
+
+
+def _check_optimizer(optim: Optimizer) -> None:
+    if not hasattr(optim, "param_groups"):
+        raise TypeError(f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()")
+
+
+def _save(
+    params: OptimParams,
+    optim: Optimizer,
+    osd: StateDict,
+    optim_input: OptimInput,
+    options: SaveOptions,
+) -> StateDict:
+    if options.shard_state and (options.rank0_only or optim_input is not None):
+        raise AssertionError(
+            f"Expected optim_input to be None and rank0_only to be False for sharded state, got {optim_input} and "
+            f"{options.rank0_only}"
+        )
+    keys = params.keys(optim, optim_input, osd["state"] if is_named_state(osd) else None)
+    with common.collector_paused():
+        return save_optim_state(params, keys, osd, options)
+
+
+def is_named_state(osd: StateDict) -> bool:
+    """Whether state is keyed by names; empty state is not."""
+    return isinstance(next(iter(osd["state"]), None), str)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: Optimizer,
+    osd: StateDict,
+    is_named_optimizer: bool,
+    load_directly: bool,
+    group: Group,
+) -> StateDict:
+    """See FullyShardedDataParallel.optim_state_dict_to_load."""
+    params = OptimParams(model)
+    _check_optimizer(optim)
+    settings = settings_of(params.all_units)
+    rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
+    if rank0_only and settings.state_dict_type != StateDictType.FULL_STATE_DICT:
+        raise AssertionError("Expected optim_input to be None and rank0_only to be False for sharded state, got True")
+    options = LoadOptions(rank0_only, optim if is_named_optimizer else None, group)
+    with common.collector_paused():
+        result = load_optim_state(params, params.keys(optim, None, () if is_named_optimizer else None), osd, options)
+    if load_directly:
+        optim.load_state_dict(result)
+    return result
+
+
+# ----------------------------------------------------------------- the older functions
+
+
+def _warn_legacy(old: str, new: str) -> None:
+    warnings.warn(
+        f"``FullyShardedDataParallel.{old}``is being deprecated and is replaced by ``FullyShardedDataParallel.{new}``.",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _warn_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "The `optim_input` argument is deprecated and will be removed: pass `optim`, whose groups say the same.",
+            FutureWarning,
+            stacklevel=4,
+        )
+
+
+def full_optim_state_dict(
+    model: nn.Module,
+    optim: Optimizer,
+    optim_input: OptimInput,
+    rank0_only: bool,
+    group: Group,
+) -> StateDict:
+    """See FullyShardedDataParallel.full_optim_state_dict."""
+    _warn_legacy("full_optim_state_dict", "optim_state_dict")
+    _warn_optim_input(optim_input)
+    return _save(
+        OptimParams(model), optim, optim.state_dict(), optim_input, SaveOptions(rank0_only, False, True, group)
+    )
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Group) -> StateDict:
+    """See FullyShardedDataParallel.sharded_optim_state_dict."""
+    _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
+    return _save(OptimParams(model), optim, optim.state_dict(), None, SaveOptions(False, True, True, group))
+
+
+def shard_full_optim_state_dict(
+    full: StateDict, model: nn.Module, optim_input: OptimInput, optim: Optimizer | None
+) -> StateDict:
+    """See FullyShardedDataParallel.shard_full_optim_state_dict."""
+    _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_optim_input(optim_input)
+    return _load(full, model, optim_input, optim, False, None)
+
+
+def flatten_sharded_optim_state_dict(sharded: StateDict, model: nn.Module, optim: Optimizer) -> StateDict:
+    """See FullyShardedDataParallel.flatten_sharded_optim_state_dict."""
+    _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+    return _load(sharded, model, None, optim, False, None)
+
+
+def scatter_full_optim_state_dict(
+    full: StateDict | None,
+    model: nn.Module,
+    optim_input: OptimInput,
+    optim: Optimizer | None,
+    group: Group,
+) -> StateDict:
+    """See FullyShardedDataParallel.scatter_full_optim_state_dict."""
+    _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+    _warn_optim_input(optim_input)
+    return _load(full or {}, model, optim_input, optim, True, group)
+
+
+def _load(
+    osd: StateDict,
+    model: nn.Module,
+    optim_input: OptimInput,
+    optim: Optimizer | None,
+    rank0_only: bool,
+    group: Group,
+) -> StateDict:
+    params = OptimParams(model)
+    keys = params.keys(optim, optim_input, None)
+    return load_optim_state(params, keys, osd, LoadOptions(rank0_only, None, group))
+
+
+# ----------------------------------------------------------------- keys of a plain model's state
+
+
+def rekey_optim_state_dict(
+    osd: StateDict,
+    key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput,
+    optim: Optimizer | None,
+) -> StateDict:
+    """See FullyShardedDataParallel.rekey_optim_state_dict."""
+    _warn_optim_input(optim_input)
+    if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
+        raise AssertionError(f"Expected optim_state_key_type to be PARAM_NAME or PARAM_ID, got {key_type}")
+    kinds = {type(key) for key in osd["state"]} or {
+        type(key) for group in osd["param_groups"] for key in group["params"]
+    }
+    if not (kinds <= {str} or kinds <= {int}):
+        raise ValueError(
+            f"Invalid parameter keys: expected all names or all ids, got {sorted(k.__name__ for k in kinds)}"
+        )
+    if kinds <= {str if key_type == OptimStateKeyType.PARAM_NAME else int}:
+        return osd
+    names = names_of_params(model)
+    held = _held_params(model, optim_input, optim)
+    name_of: dict[Key, Key] = {index: names[param] for index, param in enumerate(held)}
+    if key_type == OptimStateKeyType.PARAM_ID:
+        name_of = {name: index for index, name in name_of.items()}
+    return _with_keys(osd, name_of)
+
+
+def _held_params(model: nn.Module, optim_input: OptimInput, optim: Optimizer | None) -> list[nn.Parameter]:
+    if optim_input is None and optim is not None:
+        return [param for group in optim.param_groups for param in group["params"]]
+    return params_of_input(model if optim_input is None else optim_input)
+
+
+def _with_keys(osd: StateDict, new_key: dict[Key, Key]) -> StateDict:
+    groups = [
+        {
+            **{name: copy.deepcopy(value) for name, value in group.items() if name != "params"},
+            "params": sorted(new_key[key] for key in group["params"]),
+        }
+        for group in osd["param_groups"]
+    ]
+    return {**osd, "state": {new_key[key]: state for key, state in osd["state"].items()}, "param_groups": groups}

@@ -1,0 +1,392 @@
+"""Parameters as state dicts hold them under SHARDED_STATE_DICT: this rank's rows, as a ShardedTensor or a DTensor.
+
+[Note: Rows of parameters that lie otherwise in memory]
+Rows are ranges of a parameter's elements, and move between ranks as such, if the first dimension is the outermost in
+memory: so it is for contiguous and channels_last parameters. Any other, and a scalar that every rank holds under a
+mesh, is gathered, and each rank takes its own part.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.tensor_parallel import ParamExtension, full_shape
+from fsdp_c.state.redistribution import Partition, chunk_partition, gather, redistribute, shard_partition
+
+
+class ParamForm(NamedTuple):
+    """How one parameter of a unit is divided in its flat parameter, and in rows."""
+
+    fqn: str  # relative to the unit
+    shape: torch.Size
+    order: tuple[int, ...] | None  # its dimensions from the outermost in memory; None for a contiguous one
+    shard: Partition
+    rows: Partition | None  # None: see [Note: Rows of parameters that lie otherwise in memory]
+    memory_shape: tuple[int, ...]  # its shape with the dimensions in the order that they have in memory
+    own_rows: tuple[int, ...]  # so of this rank's rows
+    parallel: ParamExtension  # what tensor parallelism knows of a parameter whose local part this is; else None
+
+    @property
+    def full_shape(self) -> torch.Size:
+        """Over the ranks of tensor parallelism too."""
+        return full_shape(self.parallel, self.shape)
+
+
+def param_forms(module: ShardedModule) -> list[ParamForm]:
+    """The forms of a unit's parameters, in the order of its flat parameter."""
+    handle = handle_of(module)
+    forms = _forms.get(handle)
+    if forms is None:
+        forms = _forms[handle] = _param_forms(module)
+    return forms
+
+
+_forms: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamForm]] = weakref.WeakKeyDictionary()
+
+
+def _param_forms(module: ShardedModule) -> list[ParamForm]:
+    flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
+    forms = []
+    for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
+        order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
+        by_rows = shape or module._device_mesh is None
+        by_rows = by_rows and (order is None or order[0] == 0)
+        rows = chunk_partition(shape, module.world_size) if by_rows else None
+        memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
+        own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
+        parallel = flat_param._param_extensions[index]
+        shard = shard_partition(layout, index)
+        forms.append(ParamForm(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel))
+    return forms
+
+
+def _numel_of(partition: Partition, rank: int) -> int:
+    start, end = partition.bounds(rank)
+    return end - start
+
+
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost."""
+    return tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
+
+
+def to_memory_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """The elements of a contiguous tensor, 1-D, in the order they have in the flat parameter."""
+    return (tensor if order is None else tensor.permute(order)).reshape(-1)
+
+
+def from_memory_order(tensor: Tensor, shape: Sequence[int], order: tuple[int, ...] | None) -> Tensor:
+    """A view of ``shape``, with the strides that ``order`` says, of what ``to_memory_order`` gives, in any shape."""
+    return tensor.view(shape) if order is None else dims_from_memory(tensor.view([shape[dim] for dim in order]), order)
+
+
+def dims_from_memory(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """A view of a tensor of a ``memory_shape`` with the dimensions in their own order."""
+    return tensor if order is None else tensor.permute(sorted(range(len(order)), key=lambda dim: order[dim]))
+
+
+def rows_shape(shape: torch.Size, numel: int) -> list[int]:
+    """The shape of ``numel`` elements that are whole rows of a tensor of ``shape``."""
+    if not shape:
+        return [] if numel else [0]
+    row = shape[1:].numel()
+    return [numel // row if row else 0, *shape[1:]]
+
+
+# ----------------------------------------------------------------- shards to rows and back
+
+
+def rows_of_shards(
+    modules: Iterable[ShardedModule], forms_of: Callable[[ShardedModule], Sequence[tuple[ParamForm, Tensor]]]
+) -> dict[ShardedModule, list[Tensor]]:
+    """Per unit, this rank's rows of what ``forms_of`` gives: parameters' forms, and this rank's 1-D part of each shard.
+
+    A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole everywhere.
+    Collective over the units' groups, with few large transfers. See ``redistribution.redistribute``.
+    """
+    result: dict[ShardedModule, list[Tensor]] = {}
+    for group, members in by_group(modules):
+        items = [(module, form, piece) for module in members for form, piece in forms_of(module)]
+        chunks = _rows_of_one_group(items, group, members[0].compute_device)
+        for module in members:
+            result[module] = []
+        for (module, _, _), chunk in zip(items, chunks, strict=True):
+            result[module].append(chunk)
+    return result
+
+
+def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGroup, list[ShardedModule]]]:
+    """The units that share a shard group, and a device, together: the same order on every rank."""
+    members: dict[tuple[dist.ProcessGroup, torch.device], list[ShardedModule]] = defaultdict(list)
+    for module in modules:
+        members[module.process_group, module.compute_device].append(module)
+    for (group, _), units_of_group in members.items():
+        yield group, units_of_group
+
+
+def _rows_of_one_group(
+    items: list[tuple[ShardedModule, ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> list[Tensor]:
+    direct = [(form, piece) for _, form, piece in items if form.rows is not None]
+    rows = redistribute(
+        (piece for _, piece in direct),
+        [form.shard for form, _ in direct],
+        [form.rows for form, _ in direct if form.rows is not None],
+        group,
+        device=device,
+        shapes=[form.own_rows for form, _ in direct],
+    )
+    moved = iter([dims_from_memory(own, form.order) for (form, _), own in zip(direct, rows, strict=True)])
+    others = [(form, piece) for _, form, piece in items if form.rows is None]
+    wholes = gather((piece for _, piece in others), [form.shard for form, _ in others], group, device=device)
+    parts = iter([_own_rows(flat, form, group) for (form, _), flat in zip(others, wholes, strict=True)])
+    return [next(moved) if form.rows is not None else next(parts) for _, form, _ in items]
+
+
+def _own_rows(flat: Tensor | None, form: ParamForm, group: dist.ProcessGroup) -> Tensor:
+    assert flat is not None
+    whole = from_memory_order(flat, form.shape, form.order)
+    return own_rows(whole, group.rank(), group.size()).clone() if form.shape else whole.contiguous()
+
+
+def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
+    """A view of this rank's rows of a whole tensor."""
+    start, end = chunk_partition(whole.shape, world_size).bounds(rank)
+    shape = rows_shape(whole.shape, end - start)
+    return whole.contiguous().view(-1)[start:end].view(shape)
+
+
+def shards_of_rows(
+    items: Sequence[tuple[ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[Tensor]:
+    """The inverse of ``rows_of_shards`` for one group: this rank's 1-D part of each parameter's shard. Collective."""
+    direct = [(form, rows) for form, rows in items if form.rows is not None]
+    shards = redistribute(
+        (to_memory_order(rows, form.order) for form, rows in direct),
+        [form.rows for form, _ in direct if form.rows is not None],
+        [form.shard for form, _ in direct],
+        group,
+        device=device,
+    )
+    others = [(form, rows) for form, rows in items if form.rows is None]
+    wholes = wholes_of_rows(others, group, device)
+    # in the order of `items`: what is whole already needs no further transfer
+    for form, _ in items:
+        yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, group.rank())
+
+
+def wholes_of_rows(
+    items: Sequence[tuple[ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+) -> Iterator[Tensor]:
+    """The whole of each tensor, contiguous, from every rank's rows. Collective."""
+    natural = [chunk_partition(form.shape, group.size()) for form, _ in items]
+    numels = [_numel_of(partition, group.rank()) for partition in natural]
+    # a scalar of a mesh is on every rank, and counts on the one that the partition says
+    pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
+    wholes = list(gather(pieces, natural, group, device=device))
+    for (form, _), whole in zip(items, wholes, strict=True):
+        assert whole is not None
+        yield whole.view(form.shape)
+
+
+def whole_of_rows(rows: Tensor, form: ParamForm, module: ShardedModule) -> Tensor:
+    """The whole of one tensor from every rank's rows. Collective."""
+    (whole,) = wholes_of_rows([(form, rows)], module.process_group, module.compute_device)
+    return whole
+
+
+def _own_shard(whole: Tensor, form: ParamForm, rank: int) -> Tensor:
+    start, end = form.shard.bounds(rank)
+    return to_memory_order(whole, form.order)[start:end]
+
+
+# ----------------------------------------------------------------- values
+
+
+def sharded_values(
+    module: ShardedModule, rows: Sequence[Tensor], forms: Sequence[ParamForm]
+) -> list[ShardedTensor] | list[DTensor]:
+    """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else ShardedTensors
+    (F-031, F-032), which are contiguous whatever the parameters are."""
+    if module._device_mesh is not None:
+        return [_dtensor(own, form, module._device_mesh) for own, form in zip(rows, forms, strict=True)]
+    if not rows:
+        return []
+    places = _Places.of(module, rows[0].device.type)
+    return [
+        places.sharded_tensor(own.contiguous(), form.shape, places.rows_metadata(form.shape))
+        for own, form in zip(rows, forms, strict=True)
+    ]
+
+
+def flat_value(module: ShardedModule, local: Tensor, numel: int) -> ShardedTensor:
+    """The flat parameter of ``numel`` elements, of which ``local`` are this rank's (F-040)."""
+    places = _Places.of(module, local.device.type)
+    step = handle_of(module).layout.shard_numel
+    shards = [
+        ShardMetadata([start], [min(step, numel - start)], device)
+        for start, device in zip(range(0, numel, max(step, 1)), places.devices, strict=False)
+    ]
+    return places.sharded_tensor(local, torch.Size([numel]), shards or [ShardMetadata([0], [0], places.devices[0])])
+
+
+class _Places:
+    """Where each rank of a unit's group keeps its rows; kept with the unit, as there are many values and few places."""
+
+    def __init__(self, module: ShardedModule, device_type: str) -> None:
+        self.group = module.process_group
+        self.rank = module.rank
+        self.device_type = device_type
+        ranks = dist.get_process_group_ranks(self.group)
+        if device_type == "cpu":
+            self.devices = [_remote_device(f"rank:{rank}/cpu") for rank in ranks]
+        else:
+            per_node = torch.get_device_module(device_type).device_count()
+            self.devices = [_remote_device(f"rank:{rank}/{device_type}:{rank % per_node}") for rank in ranks]
+        self.specs: dict[int, ChunkShardingSpec] = {}
+        self.properties: dict[torch.dtype, TensorProperties] = {}
+        self.rows: dict[torch.Size, list[ShardMetadata]] = {}  # of shapes; many tensors have one, and none changes it
+
+    @classmethod
+    def of(cls, module: ShardedModule, device_type: str) -> _Places:
+        known: _Places | None = module.__dict__.get("_state_dict_places")
+        if known is None or known.device_type != device_type:
+            known = module.__dict__["_state_dict_places"] = cls(module, device_type)
+        return known
+
+    def rows_metadata(self, shape: torch.Size) -> list[ShardMetadata]:
+        """Where each rank's rows of a tensor of ``shape`` begin, and how many they are (F-031)."""
+        if shape not in self.rows:
+            self.rows[shape] = list(self._rows_metadata(shape))
+        return self.rows[shape].copy()
+
+    def _rows_metadata(self, shape: torch.Size) -> Iterator[ShardMetadata]:
+        if not shape or shape.numel() == 0:
+            yield ShardMetadata([0] * len(shape), list(shape), self.devices[0])
+            return
+        step = -(-shape[0] // len(self.devices))
+        for start, device in zip(range(0, shape[0], step), self.devices, strict=False):
+            offsets = [start, *[0] * (len(shape) - 1)]
+            yield ShardMetadata(offsets, [min(step, shape[0] - start), *shape[1:]], device)
+
+    def _properties(self, local: Tensor) -> TensorProperties:
+        if local.dtype not in self.properties:
+            self.properties[local.dtype] = TensorProperties(local.dtype)
+        pinned = torch.cuda.is_initialized() and local.is_pinned()
+        return TensorProperties(local.dtype, pin_memory=True) if pinned else self.properties[local.dtype]
+
+    def _spec(self, shards: list[ShardMetadata]) -> ShardingSpec:
+        if len(shards) == 1:
+            return EnumerableShardingSpec(shards)
+        if len(shards) not in self.specs:
+            self.specs[len(shards)] = ChunkShardingSpec(dim=0, placements=list(self.devices[: len(shards)]))
+        return self.specs[len(shards)]
+
+    def sharded_tensor(self, local: Tensor, shape: torch.Size, shards: list[ShardMetadata]) -> ShardedTensor:
+        """As ShardedTensor's own constructors build one, without their checks of what was computed just now."""
+        properties = self._properties(local)
+        tensor: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+            ShardedTensor, shape, dtype=local.dtype, layout=torch.strided, pin_memory=properties.pin_memory
+        )
+        tensor.__dict__.update(
+            _sharding_spec=self._spec(shards),
+            _metadata=ShardedTensorMetadata(shards, shape, properties),
+            _local_shards=[_shard(local, shards[self.rank])] if self.rank < len(shards) else [],
+            _process_group=self.group,
+            _init_rrefs=False,
+            _sharded_tensor_id=None,
+            _remote_shards={},
+        )
+        return tensor
+
+
+def _shard(local: Tensor, metadata: ShardMetadata) -> Shard:
+    shard = Shard.__new__(Shard)
+    shard.tensor, shard.metadata = local, metadata
+    return shard
+
+
+def _dtensor(rows: Tensor, form: ParamForm, mesh: DeviceMesh) -> DTensor:
+    meta = TensorMeta(form.shape, _strides(form.shape, form.order), rows.dtype)
+    spec = DTensorSpec(mesh, _placements(mesh, bool(form.shape)), meta)
+    return DTensor(rows, spec, requires_grad=False)
+
+
+def _strides(shape: Sequence[int], order: tuple[int, ...] | None) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    step = 1
+    for dim in reversed(order or range(len(shape))):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
+    """Rows over the last dimension of the mesh, replicas over the others (F-032)."""
+    last: Placement = ShardPlacement(0) if has_rows else Replicate()
+    return (*[Replicate()] * (mesh.ndim - 1), last)
+
+
+def rows_of_value(value: object, fqn: str, module: ShardedModule, form: ParamForm) -> Tensor:
+    """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed otherwise.
+
+    Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
+    into rows over the ranks of its group (X-142).
+    """
+    if isinstance(value, DTensor):
+        return _rows_of_dtensor(value, module)
+    if not isinstance(value, ShardedTensor):
+        raise AssertionError(
+            f"Expected ShardedTensor, got {type(value)}: a sharded state dict has no such {fqn}; "
+            "load full tensors with StateDictType.FULL_STATE_DICT"
+        )
+    shards = value.local_shards()
+    if len(shards) >= 2:
+        raise AssertionError(
+            f"Expects 0 or 1 shard per rank but got {len(shards)} shards on rank {module.rank} of {fqn}: "
+            "load through torch.distributed.checkpoint, which divides it anew"
+        )
+    group = value._process_group
+    same = group.size() == module.world_size
+    partition = form.rows if same and form.rows else chunk_partition(form.shape, group.size())
+    numel = _numel_of(partition, group.rank())
+    found = shards[0].tensor.numel() if shards else 0
+    if found != numel:
+        raise AssertionError(
+            f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
+            "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
+        )
+    rows = shards[0].tensor if shards else torch.empty(rows_shape(form.shape, 0), dtype=value.dtype)
+    return rows if same else _rows_of_larger_group(rows, form, group, module)
+
+
+def _rows_of_larger_group(rows: Tensor, form: ParamForm, group: dist.ProcessGroup, module: ShardedModule) -> Tensor:
+    """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over."""
+    (whole,) = wholes_of_rows([(form, rows)], group, module.compute_device)
+    return own_rows(whole, module.rank, module.world_size)
+
+
+def _rows_of_dtensor(value: DTensor, module: ShardedModule) -> Tensor:
+    local = value.to_local()
+    mesh = value.device_mesh
+    same = mesh.size(-1) == module.world_size and value.placements == _placements(mesh, value.dim() > 0)
+    if same and value.dim():
+        return local
+    return own_rows(value.full_tensor(), module.rank, module.world_size)

@@ -1,0 +1,424 @@
+"""State dicts of models: which kind is selected, and the hooks that give ``state_dict()`` the unwrapped module's names.
+
+What the values are, and how they come and go, stands in state_dict_saving and state_dict_loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp_c.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.sharding import common
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit
+from fsdp_c.state.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
+from fsdp_c.state.state_dict_saving import (
+    full_values,
+    full_values_shown,
+    is_dropped,
+    names_shown,
+    put_full_values,
+    put_local_value,
+    put_sharded_values,
+    sharded_rows,
+)
+from fsdp_c.training.unshard_params import check_idle
+
+logger = logging.getLogger(__name__)
+
+_CONFIG_TYPES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+T = TypeVar("T")
+
+# What the pre hook of a unit opened and its post hook closes.
+_open: weakref.WeakKeyDictionary[ShardedModule, contextlib.ExitStack] = weakref.WeakKeyDictionary()
+_rows: weakref.WeakKeyDictionary[ShardedModule, list[Tensor]] = weakref.WeakKeyDictionary()
+_supplied: weakref.WeakKeyDictionary[ShardedModule, frozenset[str]] = weakref.WeakKeyDictionary()
+
+
+# ----------------------------------------------------------------- selection
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Select the kind of state dict for all units in ``module``; returns the previous settings (None without units).
+
+    The configs default to those of the type and are shared by the units. Raises RuntimeError for a config of another
+    type, AssertionError where the units disagreed before.
+    """
+    _warn_deprecated()
+    return _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+
+@contextlib.contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """``set_state_dict_type`` for the body alone; the previous settings come back also when the body raises."""
+    _warn_deprecated()
+    previous = _select(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        _warn_deprecated()
+        if previous.state_dict_type is not None:
+            _select(module, previous.state_dict_type, previous.state_dict_config, previous.optim_state_dict_config)
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+    """The settings of the units in ``module``, None without units. Raises AssertionError where they differ."""
+    fsdp_modules = units_of(module)
+    return settings_of(fsdp_modules) if fsdp_modules else None
+
+
+def settings_of(modules: list[ShardedModule]) -> StateDictSettings:
+    """The settings that all of them have. Raises AssertionError where they differ."""
+    found = _settings(modules[0])
+    for module in modules[1:]:
+        if _settings(module) != found:
+            raise AssertionError(
+                f"All FSDP modules must have the same state dict settings. Got {_settings(module)} and {found}."
+            )
+    for module in modules:
+        if module._device_mesh is not None:
+            _refuse_local_with_mesh(module)
+            _note_dtensors(module._optim_state_dict_config)
+    return found
+
+
+def _warn_deprecated() -> None:
+    # Callers filter this warning by how it starts.
+    warnings.warn(
+        "FSDP.state_dict_type() and FSDP.set_state_dict_type() are being deprecated. Use get_state_dict() and "
+        "set_state_dict() of torch.distributed.checkpoint.state_dict, which serve every kind of parallelism.",
+        FutureWarning,
+        stacklevel=4,
+    )
+
+
+def _select(
+    module: nn.Module,
+    wanted: StateDictType,
+    model_config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    if not isinstance(wanted, StateDictType):
+        raise TypeError(
+            f"state_dict_type must be a StateDictType, not {type(wanted).__name__} {wanted!r}: pass for instance "
+            "StateDictType.FULL_STATE_DICT"
+        )
+    model_type, optim_type = _CONFIG_TYPES[wanted]
+    model_config = _config("state_dict_config", model_type, model_config)
+    optim_config = _config("optim_state_dict_config", optim_type, optim_config)
+    fsdp_modules = units_of(module)
+    previous = [_settings(fsdp_module) for fsdp_module in fsdp_modules]
+    _check_uniform(previous)
+    for fsdp_module in fsdp_modules:
+        fsdp_module._state_dict_type = wanted
+        fsdp_module._state_dict_config = model_config
+        fsdp_module._optim_state_dict_config = optim_config
+    if previous:
+        return previous[0]
+    return StateDictSettings(None, None, None)  # type: ignore[arg-type]  # torch gives this too, where there is no unit
+
+
+def _config(name: str, expected: type[T], given: object) -> T:
+    if given is None:
+        return expected()
+    if not isinstance(given, expected) or type(given) is not expected:
+        raise RuntimeError(f"Expected {name} of type {expected} but got {type(given)}: pass {expected.__name__}(...)")
+    return given
+
+
+def _check_uniform(settings: list[StateDictSettings]) -> None:
+    for one in settings[1:]:
+        if one.state_dict_type != settings[0].state_dict_type:
+            raise AssertionError("All FSDP modules should have the same state_dict_type.")
+        for field in ("state_dict_config", "optim_state_dict_config"):
+            if not isinstance(getattr(one, field), type(getattr(settings[0], field))):
+                raise AssertionError(f"All FSDP modules must have the same type of {field}.")
+
+
+def _settings(module: ShardedModule) -> StateDictSettings:
+    return StateDictSettings(module._state_dict_type, module._state_dict_config, module._optim_state_dict_config)
+
+
+def _note_dtensors(config: StateDictConfig | OptimStateDictConfig) -> None:
+    """For those who look: its tensors are DTensors, as the model has a mesh. Any config gets it, declared or not."""
+    vars(config)["_use_dtensor"] = True
+
+
+def _refuse_local_with_mesh(module: ShardedModule) -> None:
+    if module._state_dict_type == StateDictType.LOCAL_STATE_DICT:
+        raise RuntimeError(
+            "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT: "
+            "set state_dict_type to SHARDED_STATE_DICT"
+        )
+
+
+# ----------------------------------------------------------------- the four hooks
+
+
+def register_hooks(fsdp_module: ShardedModule) -> None:
+    """Register the state dict hooks; module-level functions, so that a hooked module pickles and copies."""
+    module: nn.Module = fsdp_module
+    module.register_state_dict_pre_hook(_pre_save_hook)
+    module._register_state_dict_hook(_post_save_hook)
+    module._register_load_state_dict_pre_hook(_pre_load_hook, with_module=True)
+    module.register_load_state_dict_post_hook(_post_load_hook)
+
+
+class _Saving(threading.local):
+    """The outermost ``state_dict()`` of a unit that is running in this thread: its units share their transfers."""
+
+    outermost: ShardedModule | None = None
+    values: dict[ShardedModule, list[Tensor]]
+
+
+_saving = _Saving()
+
+
+@contextlib.contextmanager
+def saving(fsdp_module: ShardedModule) -> Iterator[None]:
+    """Around ``state_dict()`` of a unit, which the units inside call as well.
+
+    Whatever happens inside, the modules are as before at exit.
+    """
+    if _saving.outermost is not None:
+        yield
+        return
+    _saving.outermost, _saving.values = fsdp_module, {}
+    try:
+        with closing_units(), common.collector_paused():
+            yield
+    finally:
+        _saving.outermost, _saving.values = None, {}
+
+
+@contextlib.contextmanager
+def closing_units() -> Iterator[None]:
+    """Around a save or load: units whose post hook did not run, as another one has raised, are closed at exit."""
+    already_open = set(_open)
+    try:
+        yield
+    finally:
+        for module in [module for module in _open if module not in already_open]:
+            _rows.pop(module, None)
+            _supplied.pop(module, None)
+            _open.pop(module).close()
+
+
+def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
+    """What is saved of the unit's parameters, which the first unit to ask has made for all units being saved."""
+    if _saving.outermost is None or fsdp_module not in _saving.values:
+        # somebody may have called nn.Module.state_dict itself, or have put units where no walk finds them
+        together = [fsdp_module] if _saving.outermost is None else units_of(_saving.outermost)
+        modules = [module for module in dict.fromkeys([fsdp_module, *together]) if module._handle is not None]
+        for module in modules:
+            check_idle(module)
+        full, sharded = (
+            [module for module in modules if is_full(module)],
+            [module for module in modules if not is_full(module)],
+        )
+        values = {**full_values(full), **sharded_rows(sharded)}
+        if _saving.outermost is None:
+            return values[fsdp_module]
+        _saving.values.update(values)
+    return _saving.values.pop(fsdp_module)
+
+
+@torch.no_grad()
+def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> None:
+    kind = _kind(fsdp_module)
+    with contextlib.ExitStack() as stack:
+        _enter(fsdp_module, stack)
+        if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
+            fsdp_module._unit.runtime.reset_grad_info()
+        if fsdp_module._handle is not None:
+            check_idle(fsdp_module, summoned=kind != StateDictType.LOCAL_STATE_DICT)
+            if kind == StateDictType.FULL_STATE_DICT:
+                stack.enter_context(full_values_shown(fsdp_module, _values_of(fsdp_module)))
+            elif kind == StateDictType.SHARDED_STATE_DICT:
+                # here, as inside summon_full_params they are read from the modules
+                _rows[fsdp_module] = _values_of(fsdp_module)
+                stack.enter_context(names_shown(fsdp_module))
+        _open[fsdp_module] = stack.pop_all()
+
+
+@torch.no_grad()
+def _post_save_hook(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str, local_metadata: Any) -> StateDict:
+    kind = _kind(fsdp_module)
+    with _open.pop(fsdp_module):
+        is_root = fsdp_module._unit.is_root
+        _strip_wrapper(state_dict, prefix)
+        if fsdp_module._handle is not None:
+            if kind == StateDictType.FULL_STATE_DICT:
+                put_full_values(fsdp_module, state_dict, prefix)
+            elif kind == StateDictType.SHARDED_STATE_DICT:
+                put_sharded_values(fsdp_module, state_dict, prefix, _rows.pop(fsdp_module))
+            else:
+                put_local_value(fsdp_module, state_dict, prefix)
+    _finish_buffers(fsdp_module, state_dict, prefix)
+    if is_root and logger.isEnabledFor(logging.INFO):
+        for key, value in state_dict.items():
+            if key.startswith(prefix) and isinstance(value, Tensor):
+                logger.info("%s: shape=%s, dtype=%s, device=%s", key, tuple(value.shape), value.dtype, value.device)
+    return state_dict
+
+
+@torch.no_grad()
+def _pre_load_hook(
+    fsdp_module: ShardedModule,
+    state_dict: StateDict,
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    *_: object,
+) -> None:
+    kind = _kind(fsdp_module)
+    with contextlib.ExitStack() as stack:
+        _enter(fsdp_module, stack)
+        if fsdp_module._handle is not None:
+            check_idle(fsdp_module, summoned=kind != StateDictType.LOCAL_STATE_DICT)
+        if kind == StateDictType.LOCAL_STATE_DICT:
+            if fsdp_module._handle is not None:
+                mark = load_local_value(fsdp_module, state_dict, prefix)
+                _supplied[fsdp_module] = supplied_names(fsdp_module, prefix, mark)
+        else:
+            mark = begin_load(fsdp_module, state_dict, prefix)
+            if mark.is_loaded:
+                _supplied[fsdp_module] = supplied_names(fsdp_module, prefix, mark)
+                if not fsdp_module._use_orig_params:  # the modules do not know what they miss
+                    missing_keys.extend(prefix + name for name in sorted(mark.missing))
+            elif fsdp_module._handle is not None:
+                stack.enter_context(gathered_for_load(fsdp_module, state_dict, prefix))
+        _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
+        _open[fsdp_module] = stack.pop_all()
+
+
+@torch.no_grad()
+def _post_load_hook(fsdp_module: ShardedModule, incompatible_keys: _IncompatibleKeys) -> None:
+    _kind(fsdp_module)
+    _open.pop(fsdp_module).close()
+    common.synchronize(fsdp_module.compute_device)  # a backward that comes next gathers without a new step
+    for keys in incompatible_keys:
+        keys[:] = [clean_name(key) for key in keys]
+    supplied = _supplied.pop(fsdp_module, None)
+    if supplied:
+        missing = incompatible_keys.missing_keys
+        missing[:] = [key for key in missing if key not in supplied]
+
+
+def _kind(fsdp_module: ShardedModule) -> StateDictType:
+    """The selected type; a unit that shards nothing gives a full state dict whatever was selected."""
+    if fsdp_module.sharding_strategy == ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=4
+        )
+        return StateDictType.FULL_STATE_DICT
+    if fsdp_module._device_mesh is not None:
+        _refuse_local_with_mesh(fsdp_module)
+        _note_dtensors(fsdp_module._state_dict_config)
+    return fsdp_module._state_dict_type
+
+
+def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack) -> None:
+    """What saving and loading open alike."""
+    if fsdp_module in _open:
+        raise AssertionError(
+            "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
+            f"{fsdp_module.rank}): a state_dict() or load_state_dict() call on it raised, or calls itself"
+        )
+    common.synchronize(fsdp_module.compute_device)
+    stack.enter_context(common.bound_runtime(fsdp_module))
+
+
+# ----------------------------------------------------------------- entries of a dict
+
+
+def _finish_buffers(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+    """Drop, offload or cast back the persistent buffers of the unit."""
+    if not _has_buffers(fsdp_module._fsdp_wrapped_module):
+        return
+    first_names: dict[Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
+    for name, buffer in fsdp_module._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
+        key = prefix + clean_name(name)
+        first_name = first_names.setdefault(buffer, clean_name(name))
+        if key not in state_dict or WRAPPED_PREFIX in name:
+            continue  # not persistent, or an inner unit's
+        if is_dropped(fsdp_module):
+            del state_dict[key]
+        else:
+            state_dict[key] = _finished_buffer(fsdp_module, first_name, state_dict[key])
+
+
+def _has_buffers(module: nn.Module) -> bool:
+    """Most models have none, and to name them all takes longer than to look. Inner units look for their own."""
+    if module._buffers:
+        return True
+    return any(child is not None and not is_unit(child) and _has_buffers(child) for child in module._modules.values())
+
+
+def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> Tensor:
+    if fsdp_module._state_dict_config.offload_to_cpu:
+        buffer = buffer.cpu()
+    if fsdp_module.mixed_precision.buffer_dtype is None or name in fsdp_module._ignored_buffer_names:
+        return buffer
+    dtypes = fsdp_module._buffer_name_to_orig_dtype
+    if name not in dtypes:
+        raise AssertionError(
+            f"{name} is missing from pre-computed dict on rank {fsdp_module.rank}: the original dtypes of buffers are "
+            f"known of {list(dtypes)}"
+        )
+    return buffer.to(dtypes[name], copy=True)
+
+
+def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
+    """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just added."""
+    old = prefix + WRAPPED_PREFIX
+    added = list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))
+    for key in reversed(added):
+        if key.startswith(old):
+            state_dict[prefix + key[len(old) :]] = state_dict.pop(key)
+
+
+def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:
+    """Rename the keys that start with ``old``; they keep their order and move behind the others."""
+    for key in [key for key in state_dict if key.startswith(old)]:
+        state_dict[new + key[len(old) :]] = state_dict.pop(key)

@@ -1,0 +1,326 @@
+"""What ``load_state_dict()`` does for the parameters of units: full, sharded and local values.
+
+[Note: Loaded before the modules load]
+The outermost unit of a ``load_state_dict()`` checks the values of all units below it, brings them into the shards, and
+leaves one ``Mark`` per unit in their place: so an inner unit, whose hook is called later with a dict of its own, knows
+what is left to do, and a load that fails half-way leaves nothing behind that a later one could mistake. Where a module
+has loading code of its own, which may rename or change what it finds, each unit waits for its own turn, and full values
+are copied by the modules themselves into gathered parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.distributed.tensor import DTensor
+
+from fsdp_c.api import ShardingStrategy, StateDictType
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.sharding import common
+from fsdp_c.sharding.flat_param import ManagedParam
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
+from fsdp_c.sharding.tensor_parallel import is_parallel, like
+from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
+from fsdp_c.state.sharded_values import (
+    ParamForm,
+    by_group,
+    param_forms,
+    rows_of_value,
+    shards_of_rows,
+    to_memory_order,
+    whole_of_rows,
+)
+from fsdp_c.state.state_dict_saving import is_shown, is_summoned, local_shard, shard_pieces
+from fsdp_c.training.unshard_params import check_idle
+
+logger = logging.getLogger(__name__)
+
+
+_NO_PARAM = object()
+
+
+class Mark(NamedTuple):
+    """Stands in a state dict for the values of a unit that the outermost unit has dealt with."""
+
+    is_loaded: bool  # False: checked only
+    missing: frozenset[str]  # names, relative to the unit, that had no value
+
+
+def is_full(module: ShardedModule) -> bool:
+    """Whether the unit saves and loads whole tensors: it was told so, or it shards nothing."""
+    whole = module.sharding_strategy == ShardingStrategy.NO_SHARD
+    return whole or module._state_dict_type == StateDictType.FULL_STATE_DICT
+
+
+def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> Mark:
+    """Check and load what can be before the modules do, for this unit and those inside it. Collective.
+
+    Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is written then.
+    """
+    mark = state_dict.pop(prefix + FLAT_PARAM, None)
+    if isinstance(mark, Mark):
+        return mark
+    fsdp_modules = [
+        (prefix + clean_name(f"{path}.") if path else prefix, inner) for path, inner in units_with_paths(fsdp_module)
+    ]
+    check_entries(fsdp_module, state_dict, prefix)
+    if any(_transforms_on_load(module) for module in fsdp_module.modules()):
+        fsdp_modules = fsdp_modules[:1]
+        early = (
+            []
+            if is_full(fsdp_module) or (fsdp_module._handle is not None and is_summoned(fsdp_module))
+            else fsdp_modules
+        )
+    else:
+        early = [(at, inner) for at, inner in fsdp_modules if inner._handle is None or not _waits(inner)]
+    loaded = _load([(at, inner) for at, inner in early if inner._handle is not None], state_dict)
+    waiting = [(at, inner) for at, inner in fsdp_modules if inner._handle is not None and inner not in loaded]
+    for at, inner in waiting:
+        _make_whole(inner, state_dict, at)
+    for _, inner in waiting:
+        _check_shown(inner)  # after all transfers: it may fail on some ranks only
+    for at, inner in fsdp_modules[1:]:
+        state_dict[at + FLAT_PARAM] = loaded.get(inner, Mark(False, frozenset()))
+    return loaded.get(fsdp_module, Mark(False, frozenset()))
+
+
+def _waits(module: ShardedModule) -> bool:
+    """Whether the modules themselves copy full values in: shown ones, and DTensors, which know how."""
+    return is_summoned(module) or (is_full(module) and is_parallel(handle_of(module)))
+
+
+def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+    """Sharded values of a unit that shows plain parameters become whole, as the modules take them. Collective."""
+    if is_full(module) or module._fsdp_extension is not None:
+        return
+    forms = param_forms(module)
+    for param in common.managed_params(module._handle):
+        key = prefix + param.fqn
+        if key in state_dict and state_dict[key] is not _own_param(module, param.place):
+            form = forms[param.place]
+            state_dict[key] = whole_of_rows(rows_of_value(state_dict[key], key, module, form), form, module)
+
+
+def _check_shown(module: ShardedModule) -> None:
+    """Raise RuntimeError inside ``summon_full_params`` that shows this rank nothing, which loads what is shown."""
+    for param in common.managed_params(module._handle) if is_summoned(module) else ():
+        if not is_shown(param):
+            raise RuntimeError(
+                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: inside "
+                "summon_full_params(rank0_only=True) only rank 0 can load, and what it loads is gone at the end"
+            )
+
+
+def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> dict[ShardedModule, Mark]:
+    """Bring the values of units into their shards and take them from the dict."""
+    for _, module in modules:
+        check_idle(module)
+        handle_of(module).writeback()
+    found = {module: _found(module, at, state_dict) for at, module in modules}
+    whole = [module for module in found if is_full(module) or module._fsdp_extension is not None]
+    _load_sharded({module: values for module, values in found.items() if module not in whole})
+    for module in whole:
+        _load_full(module, found[module])
+    for module in found:
+        handle_of(module).reshard(True)
+    return {module: _take(module, at, state_dict) for at, module in modules}
+
+
+def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> list[tuple[ParamForm, Tensor, Tensor]]:
+    """For the parameters that have a value: the form, the value or this rank's rows of it, the part of the shard."""
+    targets = list(shard_pieces(module))
+    values: dict[int, tuple[ParamForm, Tensor, Tensor]] = {}
+    full, parallel = is_full(module), module._fsdp_extension is not None
+    for param in common.managed_params(module._handle):
+        key = prefix + param.fqn
+        if state_dict.get(key) is _own_param(module, param.place):
+            continue
+        if key not in state_dict:
+            if not full:
+                logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
+            continue
+        form, target = targets[param.place]
+        value = state_dict[key]
+        if module._fsdp_extension is not None and isinstance(value, DTensor):
+            value = module._fsdp_extension.all_gather_dtensor(value, value.device_mesh)
+        elif not full:
+            value = rows_of_value(value, key, module, form).to(target.dtype)
+            if parallel:  # as the others of the unit: whole
+                value = whole_of_rows(value, form, module)
+        values[param.place] = (form, value, target)
+    return [values[index] for index in sorted(values)]
+
+
+def _own_param(module: ShardedModule, index: int) -> object:
+    """The original parameter as the optimizer has it: where DCP passes it for want of another, it says "as it is"."""
+    params = handle_of(module).flat_param._params
+    return _NO_PARAM if params is None else params[index]
+
+
+def _load_sharded(found: dict[ShardedModule, list[tuple[ParamForm, Tensor, Tensor]]]) -> None:
+    for group, members in by_group(found):
+        items = [item for module in members for item in found[module]]
+        shards = shards_of_rows([(form, rows) for form, rows, _ in items], group, members[0].compute_device)
+        for (_, _, target), shard in zip(items, shards, strict=True):
+            target.copy_(shard)
+
+
+def _load_full(module: ShardedModule, values: Sequence[tuple[ParamForm, Tensor, Tensor]]) -> None:
+    for form, value, target in values:
+        start, end = form.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, form.shard.numel)
+        if start < end:
+            tensor = torch.detach(value)  # also of a tensor-like that is read from its file by this, one at a time
+            target.copy_(to_memory_order(tensor, form.order)[start:end])
+
+
+def _take(module: ShardedModule, prefix: str, state_dict: StateDict) -> Mark:
+    names = [param.fqn for param in common.managed_params(module._handle)]
+    missing = [fqn for fqn in names if state_dict.pop(prefix + fqn, None) is None]
+    return Mark(True, frozenset(missing))
+
+
+def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
+    """The names that the modules will not find in the dict and shall not report as missing."""
+    names = [param.fqn for param in common.managed_params(module._handle) if param.fqn not in mark.missing]
+    return frozenset(clean_name(prefix) + name for name in (*names, FLAT_PARAM))
+
+
+@contextlib.contextmanager
+def gathered_for_load(module: ShardedModule, state_dict: StateDict, prefix: str) -> Iterator[None]:
+    """Gather, so that the modules copy full values in; the shard takes its part at exit.
+
+    A whole value of a parameter that is a DTensor becomes one in ``state_dict``.
+    """
+    with contextlib.ExitStack() as stack:
+        if not is_summoned(module):
+            handle_of(module).summon_enter(True)
+            stack.callback(handle_of(module).summon_exit)
+        shown = [(param, getattr(param.module, param.name)) for param in common.managed_params(module._handle)]
+        stack.callback(_copy_assigned, shown)
+        for param, tensor in shown:
+            key = prefix + param.fqn
+            if key in state_dict:
+                own = state_dict[key] is _own_param(module, param.place)
+                state_dict[key] = tensor if own else like(state_dict[key], tensor)
+        yield
+
+
+def _copy_assigned(registered: Sequence[tuple[ManagedParam, nn.Parameter]]) -> None:
+    """After ``load_state_dict(assign=True)`` the modules hold other tensors: take their values, keep our parameters."""
+    for param, ours in registered:
+        loaded = getattr(param.module, param.name)
+        if loaded is not ours:
+            ours.detach().copy_(loaded.detach())
+            param.module._parameters[param.name] = ours
+
+
+def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> Mark:
+    """Copy the flat parameter's local shard into the unit's (F-042). No collective.
+
+    Original parameters, which stand beside it, have the same elements, and are taken from the dict.
+    Raises AssertionError for a missing flat parameter (X-140), or one that does not fit (X-141).
+    """
+    handle, layout = handle_of(module), handle_of(module).layout
+    key = prefix + FLAT_PARAM
+    if key not in state_dict:
+        raise AssertionError(
+            "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: "
+            f"rank {module.rank} expects {key!r}"
+        )
+    value = state_dict.pop(key)
+    for param in common.managed_params(handle):
+        state_dict.pop(prefix + param.fqn, None)
+    if not isinstance(value, ShardedTensor):
+        raise AssertionError(f"Tensors in local_state_dict should be ShardedTensor: {key} is {type(value)}")
+    shards = value.local_shards()
+    if layout.shard_numel_valid and len(shards) != 1:
+        raise AssertionError(
+            f"load_local_state_dict assume one shard per ShardedTensor: {key} has {len(shards)} on rank {module.rank}"
+        )
+    if value.size().numel() != layout.numel or (shards and shards[0].tensor.numel() != layout.shard_numel_valid):
+        raise AssertionError(
+            f"Local shard size = {layout.shard_numel} and the tensor in the state_dict is "
+            f"{shards[0].tensor.numel() if shards else 0}, of {layout.numel} and {value.size().numel()} on all ranks "
+            f"(rank {module.rank}): {key} was saved by another number of ranks or another way of wrapping; save FULL "
+            "or SHARDED to load it here"
+        )
+    if layout.shard_numel_valid:
+        local_shard(module)[: layout.shard_numel_valid].copy_(shards[0].tensor)
+    handle.reshard(True)
+    return Mark(True, frozenset())
+
+
+# ----------------------------------------------------------------- checks
+
+
+def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+    """Raise RuntimeError naming every entry below ``prefix`` that does not fit, before anything has been copied."""
+    errors = []
+    own = {
+        id(param)
+        for module in units_of(fsdp_module)
+        if module._handle
+        for param in module._handle.flat_param._params or ()
+    }
+    for key, shape in _expected_shapes(fsdp_module, prefix):
+        if key not in state_dict or id(value := state_dict[key]) in own:
+            continue
+        if not torch.overrides.is_tensor_like(value):
+            errors.append(f"expected a tensor for {key} but the checkpoint holds {type(value)}")
+        # nn.Module takes a checkpoint's one-element vector for a scalar.
+        elif _shape(value) != shape and not (len(shape) == 0 and value.shape == (1,)):
+            errors.append(
+                f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+                f"the shape in current model is {shape}."
+            )
+    if errors:
+        header = f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
+        raise RuntimeError("\n\t".join([header, *errors]))
+
+
+def _shape(value: Tensor) -> torch.Size:
+    # ShardedTensor.shape goes through its dispatcher
+    return value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+
+
+def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[str, torch.Size]]:
+    """Names and full shapes below a unit, except below modules that transform what they load."""
+    managed: dict[nn.Module, dict[str, torch.Size]] = {}
+    for inner in units_of(fsdp_module):
+        for param in common.managed_params(inner._handle):
+            managed.setdefault(param.module, {})[param.name] = param.shape
+    pending: list[tuple[str, nn.Module]] = [("", fsdp_module)]
+    while pending:
+        path, module = pending.pop()
+        if _transforms_on_load(module):
+            continue
+        for name, shape in _own_shapes(module, managed.get(module, {})).items():
+            yield prefix + path + name, shape
+        pending.extend(
+            (clean_name(f"{path}{name}."), child) for name, child in module._modules.items() if child is not None
+        )
+
+
+def _own_shapes(module: nn.Module, managed: dict[str, torch.Size]) -> dict[str, torch.Size]:
+    """Full shapes of a module's own parameters and persistent buffers."""
+    shapes = {}
+    for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is None or name == FLAT_PARAM or name in module._non_persistent_buffers_set:
+            continue
+        if not torch.nn.parameter.is_lazy(tensor):
+            shapes[name] = tensor.shape
+    return {**shapes, **managed}
+
+
+def _transforms_on_load(module: nn.Module) -> bool:
+    """Whether ``module`` has loading code of its own, so that what it accepts is not known here."""
+    own_hooks = 1 if is_unit(module) or isinstance(module, ActivationWrapper) else 0
+    loader = type(module)._load_from_state_dict
+    return len(module._load_state_dict_pre_hooks) > own_hooks or not loader.__module__.startswith("torch.nn.")

@@ -1,0 +1,283 @@
+"""What ``state_dict()`` returns for the parameters of units: full, sharded and local values.
+
+[Note: Saving many units at once]
+The outermost unit of a ``state_dict()`` has the values of all units below it made, by few large transfers from the
+shards, straight into memory of their own; nothing is gathered on the modules. Memory beyond the result is one batch:
+the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import _C
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.sharding import common
+from fsdp_c.sharding.flat_param import ManagedParam
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
+from fsdp_c.sharding.tensor_parallel import is_parallel
+from fsdp_c.sharding.traversal import FLAT_PARAM
+from fsdp_c.state.redistribution import gather
+from fsdp_c.state.sharded_values import (
+    ParamForm,
+    by_group,
+    dims_from_memory,
+    flat_value,
+    from_memory_order,
+    own_rows,
+    param_forms,
+    rows_of_shards,
+    sharded_values,
+)
+
+FULL_BATCH_NBYTES = 8 * 2**20
+
+
+def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamForm, Tensor]]:
+    """This rank's part of each parameter in the unit's shard: views."""
+    return split_shard(module, local_shard(module))
+
+
+def local_shard(module: ShardedModule) -> Tensor:
+    """This rank's shard of the unit's parameters, padding included."""
+    shard = handle_of(module).local_shard
+    assert shard is not None
+    return shard
+
+
+def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamForm, Tensor]]:
+    """Views of each parameter's part of a tensor that is sharded as the unit's flat parameter is."""
+    sizes, end = [], 0  # one split costs less than a view per parameter
+    for _, offset, numel, _ in handle_of(module).layout.shard_ranges():
+        start = max(offset, end) if numel else end
+        sizes += [start - end, numel]
+        end = start + numel
+    parts = shard.split([*sizes, shard.numel() - end])
+    return zip(param_forms(module), parts[1::2], strict=True)
+
+
+def is_summoned(module: ShardedModule) -> bool:
+    """Whether the user is inside ``summon_full_params``: the parameters are gathered already."""
+    return handle_of(module).training_state == _C.USE_SUMMON_FULL_PARAMS
+
+
+def is_shown(param: ManagedParam) -> bool:
+    """Whether the module has the whole parameter, with its memory: not so where ``rank0_only`` shows it to others."""
+    full = getattr(param.module, param.name)
+    if full.shape != param.shape:
+        return False
+    return isinstance(full, DTensor) or full.untyped_storage().nbytes() >= full.nbytes
+
+
+def is_dropped(module: ShardedModule) -> bool:
+    """Whether this rank returns nothing that the unit manages."""
+    return getattr(module._state_dict_config, "rank0_only", False) and module.rank != 0
+
+
+@contextlib.contextmanager
+def summoned(module: ShardedModule, writeback: bool = False) -> Iterator[None]:
+    """With the unit's parameters gathered on the modules: the way of those that are DTensors. Collective."""
+    handle_of(module).summon_enter(writeback)
+    try:
+        yield
+    finally:
+        handle_of(module).summon_exit()
+
+
+# ----------------------------------------------------------------- full values
+
+
+def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
+    """Per unit a copy of each parameter as it is now; nothing on ranks that return nothing. Collective."""
+    values: dict[ShardedModule, list[Tensor]] = {}
+    shown, sharded = [], []
+    for module in modules:
+        if is_summoned(module):
+            shown.append(module)
+            continue
+        handle_of(module).writeback()
+        if is_parallel(handle_of(module)):
+            with summoned(module):
+                values[module] = [] if is_dropped(module) else _copies_of_shown(module)
+        elif handle_of(module).layout.sharded:
+            sharded.append(module)
+        else:
+            values[module] = [] if is_dropped(module) else _copies_of_own(module)
+    for group, members in by_group(sharded):
+        config = members[0]._state_dict_config
+        rank0_only = getattr(config, "rank0_only", False)
+        values.update(_gathered(group, members, rank0_only, config.offload_to_cpu))
+    for module in shown:  # last, as some ranks may be shown nothing, and raise: the others wait for nobody then
+        values[module] = [] if is_dropped(module) else _copies_of_shown(module)
+    return values
+
+
+def gathered_values(module: ShardedModule, rank0_only: bool, offload_to_cpu: bool) -> list[Tensor]:
+    """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing. Collective."""
+    handle_of(module).writeback()
+    if is_parallel(handle_of(module)):
+        with summoned(module):
+            copies = [] if rank0_only and module.rank else _copies_of_shown(module)
+    elif handle_of(module).layout.sharded:
+        return _gathered(module.process_group, [module], rank0_only, offload_to_cpu)[module]
+    else:
+        copies = [] if rank0_only and module.rank else _copies_of_own(module)
+    return [copy.cpu() for copy in copies] if offload_to_cpu else copies
+
+
+def _gathered(
+    group: dist.ProcessGroup, modules: Sequence[ShardedModule], rank0_only: bool, offload_to_cpu: bool
+) -> dict[ShardedModule, list[Tensor]]:
+    """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
+    items = [(module, form, piece) for module in modules for form, piece in shard_pieces(module)]
+    largest = max(handle_of(module).layout.padded_numel * local_shard(module).element_size() for module in modules)
+    wholes = gather(
+        (piece for _, _, piece in items),
+        [form.shard for _, form, _ in items],
+        group,
+        device=modules[0].compute_device,
+        shapes=[form.memory_shape for _, form, _ in items],
+        rank0_only=rank0_only,
+        batch_nbytes=max(largest, FULL_BATCH_NBYTES),
+    )
+    values: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
+    for (module, form, _), flat in zip(items, wholes, strict=True):
+        if flat is not None:
+            whole = dims_from_memory(flat, form.order)
+            values[module].append(whole.cpu() if offload_to_cpu else whole)
+    return values
+
+
+def _copies_of_own(module: ShardedModule) -> list[Tensor]:
+    return [_copy(module, from_memory_order(piece, form.shape, form.order)) for form, piece in shard_pieces(module)]
+
+
+def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
+    copies = []
+    for param in common.managed_params(module._handle)[: handle_of(module).layout.num_params]:
+        full = getattr(param.module, param.name)
+        if not is_shown(param):
+            raise AssertionError(
+                f"{param.fqn} is not shown on rank {module.rank} in its full shape {tuple(param.shape)}: inside "
+                "summon_full_params(rank0_only=True) only rank 0 can save; select FullStateDictConfig(rank0_only=True)"
+            )
+        copies.append(_copy(module, full.detach()))
+    return copies
+
+
+def _copy(module: ShardedModule, tensor: Tensor) -> Tensor:
+    if getattr(module._state_dict_config, "offload_to_cpu", False):
+        return tensor.to("cpu", copy=True)
+    return tensor.clone()
+
+
+@contextlib.contextmanager
+def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterator[None]:
+    """Show them on the modules, from where nn.Module, and code of the user's modules, collects them."""
+    used: set[int] = set()
+    shown = []
+    for param in common.managed_params(module._handle) if values else ():
+        value = values[param.place].clone() if param.place in used else values[param.place]
+        used.add(param.place)
+        registered = param.module._parameters.get(param.name)
+        requires_grad = handle_of(module).flat_param.requires_grad if registered is None else registered.requires_grad
+        shown.append((param, nn.Parameter(value, requires_grad=requires_grad)))
+    with common.mounted(shown):
+        yield
+
+
+def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+    """Leave plain tensors with their own memory, or nothing, under the names of the unit's parameters."""
+    state_dict.pop(prefix + FLAT_PARAM, None)
+    dropped = is_dropped(module)
+    for param in common.managed_params(module._handle):
+        fqn = prefix + param.fqn
+        if dropped:
+            state_dict.pop(fqn, None)
+            continue
+        if fqn not in state_dict:
+            raise AssertionError(
+                f"FSDP assumes {fqn} is in the state_dict but the state_dict only has {list(state_dict)} "
+                f"(prefix={prefix!r}, rank={module.rank})"
+            )
+        # Under keep_vars the entry is the copy as a Parameter.
+        state_dict[fqn] = state_dict[fqn].detach()
+
+
+# ----------------------------------------------------------------- sharded and local values
+
+
+def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
+    """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective."""
+    modules = list(modules)
+    parallel = [module for module in modules if module._fsdp_extension is not None]
+    sharded = [module for module in modules if not is_summoned(module) and module not in parallel]
+    for module in sharded:
+        handle_of(module).writeback()
+    rows = rows_of_shards(sharded, lambda module: list(shard_pieces(module)))
+    for module in parallel:
+        if not is_summoned(module):
+            with summoned(module):
+                rows[module] = [_parallel_rows(module, full) for full in _copies_of_shown(module)]
+    for module in modules:  # what is shown comes last, as in full_values
+        if module not in rows and module in parallel:
+            rows[module] = [_parallel_rows(module, full) for full in _copies_of_shown(module)]
+        elif module not in rows:
+            rows[module] = [own_rows(full, module.rank, module.world_size).clone() for full in _copies_of_shown(module)]
+    return rows
+
+
+def _parallel_rows(module: ShardedModule, full: Tensor) -> Tensor:
+    """The rows of a parameter as a DTensor over all dimensions of the mesh (F-032)."""
+    assert module._fsdp_extension is not None and module._device_mesh is not None
+    return module._fsdp_extension.chunk_dtensor(full, module.rank, module._device_mesh)
+
+
+@contextlib.contextmanager
+def names_shown(module: ShardedModule) -> Iterator[None]:
+    """Placeholders for the parameters of a unit without original ones, so that their names come in their order."""
+    placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+    params = [] if module._use_orig_params else common.managed_params(module._handle)
+    with common.mounted([(param, placeholder) for param in params]):
+        yield
+
+
+def put_sharded_values(module: ShardedModule, state_dict: StateDict, prefix: str, rows: Sequence[Tensor]) -> None:
+    """Put a sharded value of its own under every name of the unit's parameters (F-030)."""
+    state_dict.pop(prefix + FLAT_PARAM, None)
+    offload = module._state_dict_config.offload_to_cpu
+    used: set[int] = set()
+    forms = param_forms(module)
+    params = common.managed_params(module._handle)
+    values: list[Any] = []
+    for param in params:
+        own = rows[param.place].clone() if param.place in used else rows[param.place]
+        used.add(param.place)
+        values.append(own.cpu() if offload else own)
+    if not any(isinstance(value, DTensor) for value in values):  # which are of both meshes already
+        values = sharded_values(module, values, [forms[param.place] for param in params])
+    state_dict.update((prefix + param.fqn, value) for param, value in zip(params, values, strict=True))
+
+
+def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
+    """Put the unit's flat parameter, a view of this rank's shard without its padding (F-040), into the dict.
+
+    Beside it stand the original parameters of ``use_orig_params``, 1-D views of their parts of the same shard (F-041).
+    """
+    handle = handle_of(module)
+    handle.writeback()
+    if module._use_orig_params:
+        parts = [part for _, part in shard_pieces(module)]
+        named = ((prefix + param.fqn, parts[param.place]) for param in common.managed_params(handle))
+        state_dict.update((fqn, part) for fqn, part in named if fqn in state_dict)
+    local = local_shard(module)[: handle.layout.shard_numel_valid]
+    if module._state_dict_config.offload_to_cpu:
+        local = local.cpu()
+    state_dict[prefix + FLAT_PARAM] = flat_value(module, local, handle.layout.numel)

@@ -1,0 +1,221 @@
+"""Where each rank is, in files that survive it: ``FSDP_C_LEDGER=folder`` keeps them, ``fsdp_c.where`` reads them.
+
+The runtime in C writes phase, unit and step into a shared page, a few stores per unit. The folder must be one for all
+ranks for errors to say where the others are; on several hosts, one on a shared file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch.distributed as dist
+
+from fsdp_c import _C
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule
+from fsdp_c.sharding.traversal import clean_path
+
+VARIABLE = "FSDP_C_LEDGER"
+_HEADER = struct.Struct("=8s4q3Q64s")  # struct ledger_page of csrc/runtime/ledger.h
+_MAGIC = b"FSDPCLG1"
+_HEADER_NBYTES = 4096
+_NAME_NBYTES = 128
+_PHASES = (  # enum ledger_phase: what one rank does, and several
+    ("is between steps", "are between steps"),
+    ("is in the forward of {}", "are in the forward of {}"),
+    ("waits in the all-gather of {}", "wait in the all-gather of {}"),
+    ("is in the backward of {}", "are in the backward of {}"),
+    ("waits in the all-gather for the backward of {}", "wait in the all-gather for the backward of {}"),
+    ("waits in the reduction of {}", "wait in the reduction of {}"),
+    ("is saving a checkpoint", "are saving a checkpoint"),
+    ("is loading a checkpoint", "are loading a checkpoint"),
+)
+_PROCESS_STATES = {  # proc(5); a killed process stays as Z until its parent asks for it
+    "T": "the process is stopped",
+    "X": "the process has ended",
+    "Z": "the process has ended",
+}
+_SETTLING_S = 0.3
+_open_folder: str | None = None
+
+
+class Entry(NamedTuple):
+    """What the ledger of one rank says."""
+
+    rank: int
+    world_size: int
+    step: int
+    phase: int
+    unit: str
+    failed: bool  # a collective failed there
+    process: str  # "the process has ended" or "the process is stopped", where it is on this host
+
+
+# ----------------------------------------------------------------- writing
+
+
+def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
+    """Name the units, given with their paths from the root, in this rank's ledger, if one is asked for."""
+    _open_if_wanted()
+    if _open_folder is None:
+        return
+    for path, module in modules:
+        if module._unit.ledger_index < 0:
+            module._unit.ledger_index = _C.add_ledger_name(clean_path(path) or "the root")
+
+
+def _open_if_wanted() -> None:
+    global _open_folder
+    folder = os.environ.get(VARIABLE)
+    if not folder or _open_folder is not None or not dist.is_initialized():
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _C.open_ledger(str(Path(folder) / f"rank{dist.get_rank():05d}.ledger"), dist.get_rank(), dist.get_world_size())
+        _open_folder = folder
+    except OSError as error:  # one rank alone must not leave the others in a collective
+        warnings.warn(f"rank {dist.get_rank()}: no ledger in {folder}: {error}", stacklevel=3)
+
+
+def close() -> None:
+    """Write no more. The files stay."""
+    global _open_folder
+    _open_folder = None
+    _C.close_ledger()
+
+
+@contextlib.contextmanager
+def phase(number: int) -> Iterator[None]:
+    """In the body this rank is in a phase outside of its units."""
+    _open_if_wanted()
+    place = _C.enter_ledger_phase(number)
+    try:
+        yield
+    finally:
+        _C.leave_ledger_phase(place)
+
+
+# ----------------------------------------------------------------- reading
+
+
+def read(folder: str | os.PathLike[str]) -> list[Entry]:
+    """The entries of all ranks in ``folder``, by rank. ValueError where it holds no ledger or a damaged one."""
+    entries = sorted(_read_one(path) for path in Path(folder).glob("rank*.ledger"))
+    if not entries:
+        raise ValueError(f"{folder} holds no ledger: start the ranks with {VARIABLE}={folder}")
+    return entries
+
+
+def _read_one(path: Path) -> Entry:
+    with path.open("rb") as file:  # of a file of many names, in a folder of many ranks, no more than is said
+        header = file.read(_HEADER_NBYTES)
+        if len(header) < _HEADER_NBYTES or not header.startswith(_MAGIC):
+            raise ValueError(f"{path} is no ledger")
+        _, rank, world_size, pid, count, step, place, failed, host = _HEADER.unpack_from(header)
+        here = place or failed
+        unit = _read_name(file, here & 0xFFFFFFFF, count)
+    local = host.rstrip(b"\0").decode(errors="replace") == socket.gethostname()
+    process = _process_state(pid) if local else ""
+    return Entry(rank, world_size, step, here >> 32, unit, bool(failed), process)
+
+
+def _process_state(pid: int) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
+    except OSError:
+        state = "X"
+    return _PROCESS_STATES.get(state, "")
+
+
+def _read_name(file: BinaryIO, index: int, count: int) -> str:
+    if index >= count:
+        return "a unit without a name"
+    file.seek(_HEADER_NBYTES + index * _NAME_NBYTES)
+    return file.read(_NAME_NBYTES).partition(b"\0")[0].decode(errors="replace")
+
+
+def describe(entries: Sequence[Entry]) -> str:
+    """One clause per place, the place of the fewest ranks first: the one that lags is found there."""
+    places: dict[tuple[int, int, str, bool, str], list[int]] = defaultdict(list)
+    for entry in entries:
+        places[entry.step, entry.phase, entry.unit, entry.failed, entry.process].append(entry.rank)
+    parts = [_clause(ranks, *place) for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))]
+    known = {entry.rank for entry in entries}
+    if silent := [rank for rank in range(entries[0].world_size) if rank not in known]:
+        parts.append(f"{ranks_text(silent)} kept no ledger")
+    return ", ".join(parts)
+
+
+def _clause(ranks: list[int], step: int, number: int, unit: str, failed: bool, process: str) -> str:
+    one, several = _PHASES[number] if number < len(_PHASES) else ("is somewhere", "are somewhere")
+    notes = [f"step {step}", *(["its collective failed"] if failed else []), *([process] if process else [])]
+    return f"{ranks_text(ranks)} {(one if len(ranks) == 1 else several).format(unit)} ({', '.join(notes)})"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``rank 3``, ``ranks 0 to 2``, ``ranks 0, 2, 5 to 7``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+
+
+# ----------------------------------------------------------------- in errors
+
+
+def explain(error: BaseException, number: int, step: int, handle: FlatParamHandle, enqueued: bool) -> None:
+    """Add to a collective's error, in place, of which unit and phase it was and where the other ranks are.
+
+    The runtime in C calls it. Only RuntimeError, as backends raise it, and while the collective is being enqueued only
+    what nobody else raises; what user code raises stays as it is.
+    """
+    if isinstance(error, RuntimeError if enqueued else dist.DistError):
+        _explain(error, f", step {step}", _PHASES[number][0].format(handle.name))
+
+
+def _read_settled(folder: str) -> list[Entry]:
+    """Connections close a moment before the process that had them counts as ended."""
+    deadline = time.monotonic() + _SETTLING_S
+    while True:
+        entries = read(folder)
+        if any(entry.process for entry in entries) or time.monotonic() > deadline:
+            return entries
+        time.sleep(_SETTLING_S / 10)
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """The body is collectives alone, outside of any unit: a RuntimeError of theirs says what they were for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if dist.is_initialized():
+            _explain(error, "", f"is {doing}")
+        raise
+
+
+def _explain(error: RuntimeError, step: str, doing: str) -> None:
+    _C.note_ledger_failure()
+    if len(error.args) != 1:
+        return
+    text = f"{error}\nrank {dist.get_rank()}{step}: a collective failed or timed out while this rank {doing}."
+    if _open_folder is None:
+        text += f" Start the ranks with {VARIABLE}=folder to be told where the others are."
+    else:
+        with contextlib.suppress(OSError, ValueError):
+            text += f" By the ledgers, {describe(_read_settled(_open_folder))}."
+        text += f" python -m fsdp_c.where {_open_folder} shows where they are now."
+    error.args = (text,)

@@ -1,0 +1,526 @@
+"""What wrapping makes of a model, or would make of it: units, sizes, collectives and memory (``summary``, ``plan``)."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_c import _C
+from fsdp_c.api import (
+    HYBRID_SHARDING_STRATEGIES,
+    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+    BackwardPrefetch,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from fsdp_c.compat.aliases import Kwargs
+from fsdp_c.sharding import construction
+from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, aligned_numel, check_uniform
+from fsdp_c.sharding.sharded_module import ShardedModule, units_with_paths
+from fsdp_c.sharding.traversal import Subtree, check_module, clean_name, clean_path, joined
+from fsdp_c.sharding.wrap import Policy, chosen_modules
+from fsdp_c.tools import step_memory
+
+__all__ = ["Summary", "UnitSummary", "plan", "summary"]
+
+SMALL_NUMEL = 2**25  # about where an all-gather comes to its full bandwidth
+TEXT_WIDTH = 120
+MAX_NAMES = 4  # in the one line that print(model) has for a unit
+
+logger = logging.getLogger("fsdp_c")
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One unit. Sizes in elements or bytes; those of shards are of one rank, and the same on all."""
+
+    path: str  # from the summarised module, "" for that itself
+    module: str  # the wrapped module's class
+    names: tuple[str, ...]  # of its parameters, from the unit
+    numel: int  # of its parameters
+    padded_numel: int
+    shard_numel: int
+    dtype: torch.dtype | None  # of the shard; None for a unit without parameters, as the two below
+    param_dtype: torch.dtype | None  # computes
+    reduce_dtype: torch.dtype | None
+    sharding_strategy: ShardingStrategy
+    shards: int  # ranks that share the parameters
+    replicas: int  # groups of such ranks; 1 unless the strategy is hybrid
+    is_trainable: bool
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    device_type: str  # of the device that computes
+    parent: int | None  # which unit is around it, by its place in Summary.units
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The names of its parameters from the summarised module."""
+        return tuple(joined(self.path, name) for name in self.names)
+
+    @property
+    def padding(self) -> int:
+        """Elements that are no parameter's: for alignment, and for shards of equal size."""
+        return self.padded_numel - self.numel
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank keeps a part only: not so under NO_SHARD."""
+        return self.sharding_strategy is not ShardingStrategy.NO_SHARD
+
+    @property
+    def sharded_nbytes(self) -> int:
+        """What a rank keeps all the time."""
+        return _nbytes(self.shard_numel, self.dtype)
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """What a rank has beside that while the unit computes: nothing, where the parameters are whole already."""
+        return _nbytes(self.padded_numel, self.param_dtype) if self.is_sharded or self.dtype != self.param_dtype else 0
+
+    @property
+    def all_gather_nbytes(self) -> int:
+        """What one all-gather fills."""
+        return _nbytes(self.padded_numel, self.param_dtype) if self.is_sharded else 0
+
+    @property
+    def reduce_scatter_nbytes(self) -> int:
+        """The gradients that its reduce-scatter is given."""
+        return _nbytes(self.padded_numel, self.reduce_dtype) if self.is_sharded and self.is_trainable else 0
+
+    @property
+    def all_reduce_nbytes(self) -> int:
+        """The gradients that its all-reduce is given: of the replicas of a shard, or of all under NO_SHARD."""
+        ranks = self.replicas if self.is_sharded else self.replicas * self.shards
+        return _nbytes(self.shard_numel, self.reduce_dtype) if ranks > 1 and self.is_trainable else 0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The units of a model, an outer one before its inner ones. ``str()`` and ``print()`` show a table."""
+
+    units: tuple[UnitSummary, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters that units hold."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def sharded_nbytes(self) -> int:
+        """Bytes of parameters that each rank keeps."""
+        return sum(unit.sharded_nbytes for unit in self.units)
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes that all units together would take unsharded."""
+        return sum(unit.unsharded_nbytes for unit in self.units)
+
+    @property
+    def peak_unsharded_nbytes(self) -> int:
+        """The most bytes of unsharded parameters that a rank holds at once in a training step.
+
+        See ``fsdp_c.tools.step_memory`` for what is taken for granted of the step.
+        """
+        return self._step.peak_nbytes
+
+    @property
+    def all_gathers(self) -> tuple[int, ...]:
+        """By unit how often a training step gathers it."""
+        return tuple(
+            count if unit.is_sharded else 0 for unit, count in zip(self.units, self._step.gathers, strict=True)
+        )
+
+    @property
+    def all_gather_nbytes(self) -> int:
+        """Bytes that the all-gathers of a training step fill on each rank."""
+        return sum(count * unit.all_gather_nbytes for unit, count in zip(self.units, self.all_gathers, strict=True))
+
+    @property
+    def hint(self) -> str | None:
+        """What to wrap otherwise, if anything."""
+        small = [unit for unit in self.units if unit.is_sharded and 0 < unit.numel < SMALL_NUMEL]
+        if len(small) < 2:
+            return None
+        usual = sorted(unit.padded_numel for unit in small)[len(small) // 2]
+        together = min(len(small), math.ceil(SMALL_NUMEL / usual))
+        return (
+            f"{len(small)} of {len(self.units)} units have fewer than {SMALL_NUMEL:,} elements, below which an "
+            f"all-gather loses bandwidth: on a network, wrap about {together} of them as one unit where memory allows"
+        )
+
+    @functools.cached_property
+    def _step(self) -> step_memory.StepMemory:
+        return step_memory.of_step([_in_step(unit) for unit in self.units])
+
+    def __str__(self) -> str:
+        return "\n".join(_text(self))
+
+
+def _nbytes(numel: int, dtype: torch.dtype | None) -> int:
+    return 0 if dtype is None else numel * dtype.itemsize
+
+
+def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
+    return step_memory.StepUnit(
+        unit.parent,
+        unit.unsharded_nbytes,
+        unit.dtype is not None,
+        unit.is_trainable,
+        unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES,
+        unit.is_sharded,
+        unit.backward_prefetch,
+        unit.forward_prefetch,
+        unit.device_type == "cuda",
+    )
+
+
+# ----------------------------------------------------------------- of a wrapped model
+
+
+def summary(module: nn.Module) -> Summary:
+    """The units in ``module``, itself included: their names, sizes, dtypes, and the memory they take.
+
+    Not collective, and at any time. Raises TypeError for what is no module, ValueError for one without units.
+    """
+    check_module(module)
+    found = units_with_paths(module)
+    if not found:
+        raise ValueError(
+            f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first, or ask fsdp_c.plan() what "
+            "wrapping would make of it"
+        )
+    return Summary(tuple(_of_units(found)))
+
+
+def _of_units(found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
+    places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
+    for path, fsdp_module in found:
+        enclosing = None if fsdp_module._enclosing is None else fsdp_module._enclosing()
+        yield _of_unit(fsdp_module, clean_path(path), None if enclosing is None else places.get(enclosing))
+
+
+def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None) -> UnitSummary:
+    handle = fsdp_module._handle
+    group = fsdp_module._replicate_group
+    layout = None if handle is None else handle.layout
+    return UnitSummary(
+        path=path,
+        module=type(fsdp_module.module).__name__,
+        names=() if handle is None else tuple(map(clean_name, handle.flat_param._fqns)),
+        numel=0 if layout is None else sum(layout.param_numels),
+        padded_numel=0 if layout is None else layout.padded_numel,
+        shard_numel=0 if layout is None else layout.shard_numel,
+        dtype=None if handle is None else handle._orig_param_dtype,
+        param_dtype=None if handle is None else handle._fwd_bwd_param_dtype,
+        reduce_dtype=None if handle is None else handle._reduce_dtype,
+        sharding_strategy=fsdp_module.sharding_strategy,
+        shards=fsdp_module.world_size,
+        replicas=1 if group is None else group.size(),
+        is_trainable=handle is not None and _is_trainable(handle.flat_param),
+        backward_prefetch=fsdp_module.backward_prefetch,
+        forward_prefetch=fsdp_module.forward_prefetch,
+        device_type=fsdp_module.compute_device.type,
+        parent=parent,
+    )
+
+
+def _is_trainable(flat_param: FlatParameter) -> bool:
+    params = [flat_param] if flat_param._params is None else flat_param._params
+    return any(param.requires_grad for param in params)
+
+
+# ----------------------------------------------------------------- of a model that is not wrapped
+
+
+def plan(
+    module: nn.Module,
+    *,
+    world_size: int,
+    strategy: ShardingStrategy | None = None,
+    auto_wrap_policy: Policy | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    use_orig_params: bool = False,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+    forward_prefetch: bool = False,
+    ranks_per_node: int | None = None,
+    device_type: str | None = None,
+) -> Summary:
+    """What FullyShardedDataParallel with these arguments would make of ``module`` on ``world_size`` ranks.
+
+    Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is. A hybrid
+    strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is where the ranks will
+    compute, by default where ``module`` would here: on "cuda" a step holds one unit's storage more.
+
+    Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or ``module``.
+    """
+    check_module(module)
+    construction.check_settings(strategy, mixed_precision, backward_prefetch)
+    shards, replicas = _split_ranks(world_size, strategy, ranks_per_node)
+    tree = Subtree(module)
+    construction.refuse_foreign_units(tree)
+    if tree.units:
+        raise ValueError(
+            f"{type(module).__name__} is wrapped already: ask fsdp_c.summary() what it is, and plan the plain module"
+        )
+    ignored = construction.resolve_ignored_states(tree, ignored_modules, ignored_states)
+    kwargs = {
+        "sharding_strategy": strategy,
+        "mixed_precision": mixed_precision,
+        "use_orig_params": use_orig_params,
+        "backward_prefetch": backward_prefetch,
+        "forward_prefetch": forward_prefetch,
+        "ignored_states": ignored.params,
+    }
+    chosen: dict[nn.Module, Kwargs] = {}
+    if auto_wrap_policy is not None:
+        chosen = chosen_modules(tree, auto_wrap_policy, ignored.modules, ignored.params, kwargs)
+    device_type = device_type or construction.resolve_device(tree, ignored.params, None).type
+    planner = _Planner({**chosen, module: kwargs}, ignored.params, shards, replicas, device_type)
+    planner.add(module, "", None)
+    return Summary(tuple(planner.units))
+
+
+def _split_ranks(world_size: int, strategy: ShardingStrategy | None, ranks_per_node: int | None) -> tuple[int, int]:
+    """How many ranks share a unit, and how many replicas there are."""
+    for name, value in (("world_size", world_size), ("ranks_per_node", ranks_per_node)):
+        if value is None and name == "ranks_per_node":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a number of ranks, not {type(value).__name__} {value!r}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, not {value}")
+    if strategy not in HYBRID_SHARDING_STRATEGIES:
+        return world_size, 1
+    if ranks_per_node is None:
+        raise ValueError(f"{strategy} shards inside a node: pass ranks_per_node")
+    if world_size % ranks_per_node:
+        raise ValueError(f"{world_size} ranks do not fill nodes of {ranks_per_node}: pass a multiple as world_size")
+    return ranks_per_node, world_size // ranks_per_node
+
+
+class _Planner:
+    """Makes a UnitSummary of each module that would be wrapped, and of no tensor more than its shape."""
+
+    def __init__(
+        self,
+        chosen: dict[nn.Module, Kwargs],
+        ignored: set[nn.Parameter],
+        shards: int,
+        replicas: int,
+        device_type: str,
+    ) -> None:
+        self.units: list[UnitSummary] = []
+        self._chosen, self._ignored = chosen, ignored
+        self._shards, self._replicas, self._device_type = shards, replicas, device_type
+        self._owners: dict[nn.Parameter, tuple[str, str]] = {}
+        self._added: set[nn.Module] = set()
+
+    def add(self, module: nn.Module, path: str, parent: int | None) -> None:
+        """The unit around ``module``, and those inside it."""
+        self._added.add(module)
+        tree = Subtree(module, inner=self._chosen)
+        index = len(self.units)
+        self.units.append(self._unit(tree, path, parent))
+        for inner, inner_path in tree.units.items():
+            if inner not in self._added:
+                self.add(inner, joined(path, inner_path), index)
+
+    def _unit(self, tree: Subtree, path: str, parent: int | None) -> UnitSummary:
+        kwargs = self._chosen[tree.root]
+        name = f"{type(tree.root).__name__} at {clean_path(path)!r}" if path else type(tree.root).__name__
+        params = construction.own_params(tree, self._ignored)
+        construction.check_params(tree, params, name, self._owners)
+        self._owners.update({param: (tree.param_name(param), name) for param in params})
+        found = Occurrences(tree, params) if params else None
+        strategy = construction.effective_strategy(kwargs["sharding_strategy"], self._shards)
+        return UnitSummary(
+            path=clean_path(path),
+            module=type(tree.root).__name__,
+            sharding_strategy=strategy,
+            shards=self._shards,
+            replicas=self._replicas,
+            is_trainable=any(param.requires_grad for param in params),
+            backward_prefetch=kwargs["backward_prefetch"],
+            forward_prefetch=kwargs["forward_prefetch"],
+            device_type=self._device_type,
+            parent=parent,
+            **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
+        )
+
+    def _sizes(self, found: Occurrences | None, kwargs: Kwargs, is_sharded: bool) -> Kwargs:
+        if found is None:
+            nothing = dict.fromkeys(("numel", "padded_numel", "shard_numel"), 0)
+            return {"names": (), **nothing, **dict.fromkeys(("dtype", "param_dtype", "reduce_dtype"))}
+        check_uniform(found.params, found.fqns, kwargs["use_orig_params"])
+        precision = kwargs["mixed_precision"] or MixedPrecision()
+        dtype = found.params[0].dtype
+        param_dtype = precision.param_dtype or dtype
+        numels = [_local(param).numel() for param in found.params]
+        alignment = aligned_numel(param_dtype, kwargs["use_orig_params"])
+        layout = _C.FlatLayout(numels, alignment, self._shards, 0, is_sharded)
+        return {
+            "names": tuple(map(clean_name, found.fqns)),
+            "numel": sum(numels),
+            "padded_numel": layout.padded_numel,
+            "shard_numel": layout.shard_numel,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "reduce_dtype": precision.reduce_dtype or param_dtype,
+        }
+
+
+def _local(param: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a parameter before it is flattened: its part, where tensor parallelism has sharded it."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+# ----------------------------------------------------------------- text
+
+
+def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
+    """The lines that ``print(model)`` has for a unit, after what torch prints."""
+    own = _of_unit(fsdp_module, "", None)
+    lines = []
+    if own.dtype is not None:
+        names = own.names if len(own.names) <= MAX_NAMES else (*own.names[: MAX_NAMES - 1], "...", own.names[-1])
+        lines.append(
+            f"{_ranks(own)}: {own.numel:,} elements and {own.padding:,} of padding in {_dtypes(own)}; "
+            f"{_size(own.sharded_nbytes)} per rank, {_size(own.unsharded_nbytes)} unsharded"
+        )
+        lines.append(f"holds {', '.join(names)}")
+    if is_root:
+        whole = summary(fsdp_module)
+        if whole.numel:
+            lines.append(_memory(whole))
+    return "\n".join(lines)
+
+
+def log_units(root: ShardedModule) -> None:
+    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to fsdp_c."""
+    replicas = root._replicate_group
+    if logger.isEnabledFor(logging.INFO) and root.rank == 0 and (replicas is None or replicas.rank() == 0):
+        logger.info("%s", summary(root))
+
+
+def _text(whole: Summary) -> Iterator[str]:
+    groups = _alike(whole.units)
+    ranks = {_ranks(unit) for unit in whole.units}
+    everywhere = f", {ranks.pop()}" if len(ranks) == 1 else ""
+    yield f"{_count(len(whole.units), 'unit')}, {whole.numel:,} parameters{everywhere}"
+    yield ""
+    yield from _table([(label, _cells(unit, with_ranks=not everywhere)) for label, unit in groups])
+    yield ""
+    for label, unit in groups:
+        names = ", ".join(_joint_names(unit.names)) or "no parameters"
+        yield from textwrap.wrap(f"{label}: {names}", TEXT_WIDTH, subsequent_indent="    ")
+    yield ""
+    yield _memory(whole)
+    if sum(whole.all_gathers):
+        yield f"per step: {_count(sum(whole.all_gathers), 'all-gather')}, {_size(whole.all_gather_nbytes)} on each rank"
+    if whole.hint is not None:
+        yield from textwrap.wrap(f"hint: {whole.hint}", TEXT_WIDTH)
+
+
+def _memory(whole: Summary) -> str:
+    return (
+        f"per rank: {_size(whole.sharded_nbytes)} of parameters all the time, "
+        f"and at most {_size(whole.peak_unsharded_nbytes)} unsharded in a training step"
+    )
+
+
+def _alike(units: Sequence[UnitSummary]) -> list[tuple[str, UnitSummary]]:
+    """One label and one unit for those that are alike but for numbers in their paths."""
+    found: dict[tuple[object, ...], list[UnitSummary]] = {}
+    for unit in units:
+        key = (_without_numbers(unit.path), unit.names, tuple(_cells(unit, with_ranks=True).values()))
+        found.setdefault(key, []).append(unit)
+    return [(_joint_name([unit.path for unit in group]) or "(root)", group[0]) for group in found.values()]
+
+
+def _without_numbers(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _joint_names(names: Sequence[str]) -> list[str]:
+    """``names``, those that differ in numbers only as one."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_without_numbers(name), []).append(name)
+    return [_joint_name(group) for group in found.values()]
+
+
+def _joint_name(names: Sequence[str]) -> str:
+    """As in blocks.*.weight (x12), for names that differ in numbers only."""
+    if len(names) == 1:
+        return names[0]
+    places = zip(*(name.split(".") for name in names), strict=True)
+    parts = [parts[0] if len(set(parts)) == 1 else _without_numbers(parts[0]) for parts in places]
+    return f"{'.'.join(parts)} (x{len(names)})"
+
+
+def _cells(unit: UnitSummary, with_ranks: bool) -> dict[str, str]:
+    """What the table says of a unit, by column."""
+    collectives = {
+        "gather": unit.all_gather_nbytes,
+        "scatter": unit.reduce_scatter_nbytes,
+        "all-reduce": unit.all_reduce_nbytes,
+    }
+    cells = {
+        "module": unit.module,
+        "parameters": f"{unit.numel:,}",
+        "padding": f"{unit.padding:,}",
+        "dtype": _dtypes(unit),
+        "sharded": _size(unit.sharded_nbytes),
+        "unsharded": _size(unit.unsharded_nbytes),
+        "collectives": ", ".join(f"{name} {_size(size)}" for name, size in collectives.items() if size) or "none",
+    }
+    return cells | {"strategy": _ranks(unit)} if with_ranks else cells
+
+
+def _table(rows: Sequence[tuple[str, dict[str, str]]]) -> Iterator[str]:
+    lines = [{"unit": "unit"} | {column: column for column in rows[0][1]}]
+    lines += [{"unit": label} | cells for label, cells in rows]
+    if any(">" in line["dtype"] for line in lines):
+        lines[0]["dtype"] = "kept>computed>reduced"
+    widths = {column: max(len(line[column]) for line in lines) for column in lines[0]}
+    numbers = ("parameters", "padding", "sharded", "unsharded")
+    for line in lines:
+        padded = [
+            cell.rjust(widths[column]) if column in numbers else cell.ljust(widths[column])
+            for column, cell in line.items()
+        ]
+        yield "  ".join(padded).rstrip()
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _ranks(unit: UnitSummary) -> str:
+    replicas = f", {unit.replicas} replicas" if unit.replicas > 1 else ""
+    return f"{unit.sharding_strategy.name} over {_count(unit.shards, 'rank')}{replicas}"
+
+
+def _dtypes(unit: UnitSummary) -> str:
+    """As in float32, or float32>bfloat16>float32 where the unit computes and reduces in others."""
+    if unit.dtype is None:
+        return "-"
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in (unit.dtype, unit.param_dtype, unit.reduce_dtype)]
+    return dtypes[0] if len(set(dtypes)) == 1 else ">".join(dtypes)
+
+
+def _size(nbytes: int) -> str:
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    exponent = min((nbytes.bit_length() - 1) // 10, 4)
+    return f"{nbytes / 1024**exponent:.1f} {'KMGT'[exponent - 1]}iB"

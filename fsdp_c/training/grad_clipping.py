@@ -1,0 +1,171 @@
+"""Gradient clipping over sharded gradients."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_c import _C
+from fsdp_c.sharding import tensor_parallel
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule
+from fsdp_c.tools import flight_recorder
+
+GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
+_NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
+
+    Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion of the
+    gradients' dtypes, computed in fp32 (fp64 where a unit is). Raises RuntimeError on an instance that is not the root,
+    ValueError during forward or backward; warns where this rank has no gradients.
+    """
+    root._lazy_init()
+    if not root._unit.is_root:
+        raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
+    if root._unit.training_state != _C.USE_IDLE:
+        raise ValueError(
+            f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
+        )
+    sharded_handles, whole_handles = _handles(root)
+    if not sharded_handles and not any(map(tensor_parallel.is_parallel, whole_handles)):
+        return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    handles = sharded_handles + whole_handles
+    sharded, whole = _grads_of(sharded_handles), _grads_of(whole_handles)
+    _add_unmanaged_grads(whole, root, handles)
+    # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
+    dtype = torch.float64 if any(handle.flat_param.dtype == torch.float64 for handle in handles) else torch.float32
+    total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
+    if root.cpu_offload.offload_params:
+        total_norm = total_norm.cpu()
+    grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
+    _scale(grads, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
+    if not grads:
+        warnings.warn(
+            f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning the total norm in the "
+            f"default dtype {total_norm.dtype}",
+            stacklevel=2,
+        )
+        return total_norm
+    return total_norm.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
+
+
+def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
+    """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every rank."""
+    assert root._unit.runtime is not None
+    handles = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
+    sharded = [handle for handle in handles if handle.uses_sharded_strategy]
+    return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
+
+
+def _grads_of(handles: Sequence[FlatParamHandle]) -> GradsByGroups:
+    found: GradsByGroups = {(): []}
+    for handle in handles:
+        if tensor_parallel.is_parallel(handle):
+            for groups, grads in tensor_parallel.grads_by_groups(handle).items():
+                found.setdefault(groups, []).extend(grads)
+        else:
+            found[()] += handle.sharded_grads()
+    return found
+
+
+def _add_unmanaged_grads(found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle]) -> None:
+    """The gradients of the parameters that no unit manages."""
+    managed: set[int] = set()
+    for handle in handles:
+        managed.add(id(handle.flat_param))
+        managed.update(id(param) for param in handle.flat_param._params or ())
+    for param in root.parameters():
+        if id(param) not in managed:
+            grads = found.setdefault(tensor_parallel.sharding_groups(getattr(param, "_spec", None)), [])
+            if param.grad is not None:
+                grads.append(tensor_parallel.local(param.grad))
+
+
+def _total_norm(
+    root: ShardedModule, sharded: GradsByGroups, whole: GradsByGroups, norm_type: float, dtype: torch.dtype
+) -> Tensor:
+    """Norm over all ranks; ``whole`` gradients are the same everywhere and count once."""
+    total_norm = _norm(sharded, norm_type, dtype, root.compute_device)
+    whole_norm = _norm(whole, norm_type, dtype, root.compute_device)
+    # Merged before a maximum and after a sum: added before, it would count world_size times.
+    if norm_type == math.inf:
+        total_norm = torch.maximum(total_norm, whole_norm)
+        _all_reduce(total_norm, dist.ReduceOp.MAX, root.process_group)
+        return total_norm
+    total_norm = total_norm**norm_type
+    _all_reduce(total_norm, dist.ReduceOp.SUM, root.process_group)
+    if any(whole.values()):
+        total_norm += whole_norm**norm_type
+    return total_norm ** (1.0 / norm_type)
+
+
+def _norm(grads: GradsByGroups, norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Norm of ``grads`` over the tensor parallel ranks; those that every such rank has count once."""
+    total_norm = _local_norm(grads[()], norm_type, dtype, device)
+    for groups, parts in grads.items():
+        if groups:
+            norm = _reduced_norm(_local_norm(parts, norm_type, dtype, device), groups, norm_type)
+            total_norm = torch.linalg.vector_norm(torch.stack([total_norm, norm]), norm_type)
+    return total_norm
+
+
+def _reduced_norm(norm: Tensor, groups: Sequence[dist.ProcessGroup], norm_type: float) -> Tensor:
+    is_max = norm_type == math.inf
+    norm = norm if is_max else norm**norm_type
+    for group in groups:
+        _all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
+    return norm if is_max else norm ** (1.0 / norm_type)
+
+
+def _all_reduce(norm: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
+    with flight_recorder.explained("clipping gradients"):
+        dist.all_reduce(norm, op=op, group=group)
+
+
+def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
+    if not grads:
+        return torch.zeros((), dtype=dtype, device=device)
+    norms: Tensor
+    # On CUDA torch adds the squares up in an order of its own; a maximum has none.
+    exact = norm_type == math.inf or (norm_type == 2.0 and grads[0].device.type == "cpu")
+    norms_op = _native("norms", grads) if exact else None
+    if norms_op is not None and all((grad.dtype == torch.float64) == (dtype == torch.float64) for grad in grads):
+        norms = norms_op([grad.detach() for grad in grads], norm_type)
+    else:
+        norms = torch.stack([torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype) for grad in grads])
+    total: Tensor = torch.linalg.vector_norm(norms, norm_type, dtype=dtype)
+    return total.to(device=device)
+
+
+def _native(name: str, grads: list[Tensor]) -> Callable[..., Any] | None:
+    """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
+    op = getattr(torch.ops.fsdp_c, name, None)
+    if not grads:
+        return None
+    first = grads[0]
+    taken = all(g.device == first.device and g.dtype in _NATIVE_DTYPES and g.is_contiguous() for g in grads)
+    alike = first.is_cpu or (first.is_cuda and all(grad.dtype == first.dtype for grad in grads))
+    return op if taken and alike else None
+
+
+def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
+    """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
+    clip_op = _native("clip_", grads)
+    if clip_op is not None:
+        clip_op(grads, coefficient.to(grads[0].device))
+        return
+    for grad in grads:
+        grad.mul_(coefficient.to(grad.device, grad.dtype))

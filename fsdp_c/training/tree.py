@@ -1,0 +1,133 @@
+"""Inputs and outputs that are more than plain tensors: the cold paths of a forward, called from C."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_c.compat import upstream
+
+
+def _map(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Apply ``fn`` to every tensor in ``value``; containers without a changed tensor are returned as they are."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=fn(value.data))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return _rebuilt(value, tuple(_map(fn, item) for item in value), lambda items: type(value)(*items))
+    if isinstance(value, tuple | list | set):
+        return _rebuilt(value, [_map(fn, item) for item in value], type(value))
+    if isinstance(value, Mapping):
+        return _mapped_mapping(fn, value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _mapped_dataclass(fn, value)
+    return value
+
+
+def _rebuilt(value: Any, items: Iterable[object], build: Callable[[Any], Any]) -> Any:
+    return value if all(new is old for new, old in zip(items, value, strict=True)) else build(items)
+
+
+def _mapped_mapping(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    changed = {key: new for key, old in value.items() if (new := _map(fn, old)) is not old}
+    if not changed:
+        return value
+    result = copy.copy(value)  # of the same class, with its attributes
+    for key, new in changed.items():
+        result[key] = new
+    return result
+
+
+def _mapped_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    changed = {name: new for name, old in fields.items() if (new := _map(fn, old)) is not old}
+    return dataclasses.replace(value, **changed) if changed else value
+
+
+def convert_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device | None, dtype: torch.dtype | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Move every tensor to ``device`` and cast floating ones to ``dtype``; None leaves that as it is.
+
+    Where torch does so, lists and dicts become the module's own: what it does to them, the caller's do not show.
+    """
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        if device is not None and tensor.device != device:
+            tensor = tensor.to(device)
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        return tensor
+
+    args, kwargs = _map(convert, args), _map(convert, kwargs)
+    casts = dtype is not None
+    if casts or upstream.copies_containers_of_inputs():
+        return _with_own_containers(args, casts), {k: _with_own_containers(v, casts) for k, v in kwargs.items()}
+    return args, kwargs
+
+
+def _with_own_containers(value: Any, empty_ones: bool) -> Any:
+    """``value`` with copies of the lists and dicts in it, and in them; empty ones stay the caller's unless wanted."""
+    if isinstance(value, tuple) and not isinstance(value, PackedSequence):
+        items = tuple(_with_own_containers(item, empty_ones) for item in value)
+        return _rebuilt(value, items, lambda new: type(value)(*new) if hasattr(value, "_fields") else type(value)(new))
+    if not isinstance(value, list | dict) or not (value or empty_ones):
+        return value
+    copied = copy.copy(value)
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        copied[key] = _with_own_containers(item, empty_ones)
+    return copied
+
+
+def tensors_of(output: object) -> list[torch.Tensor]:
+    """All tensors in ``output`` that require grad, each once.
+
+    Looks into containers, dataclasses, PackedSequences and registered pytrees, and into the attributes of objects of
+    any other class: a tensor that is not found here is computed with parameters that are freed before its backward.
+    """
+    found: dict[int, torch.Tensor] = {}
+    _search(output, found, set(), _ATTRIBUTE_DEPTH)
+    return list(found.values())
+
+
+_ATTRIBUTE_DEPTH = 4
+_OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
+
+
+def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found[id(value)] = value
+    elif not isinstance(value, _OPAQUE) and not callable(value) and id(value) not in seen:
+        seen.add(id(value))
+        children, is_container = _children(value)
+        if is_container or depth > 0:
+            for child in children:
+                _search(child, found, seen, depth if is_container else depth - 1)
+
+
+def _children(value: object) -> tuple[Iterable[object], bool]:
+    """What ``value`` holds, and whether it is a container rather than some object with attributes."""
+    if isinstance(value, Mapping):
+        return value.values(), True
+    if isinstance(value, tuple | list | set | frozenset):
+        return value, True
+    leaves = pytree.tree_leaves(value)
+    if len(leaves) != 1 or leaves[0] is not value:
+        return leaves, True
+    slots = (getattr(value, name, None) for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()))
+    return (*getattr(value, "__dict__", {}).values(), *slots), dataclasses.is_dataclass(value)
+
+
+def hook_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], hook: Callable[[], None]) -> RemovableHandle | None:
+    """Call ``hook`` once all inputs that require grad have their gradients. Returns a removable handle, or None."""
+    tensors = tensors_of((args, kwargs))
+    return register_multi_grad_hook(tensors, lambda _: hook()) if tensors else None

@@ -1,0 +1,178 @@
+"""Showing full parameters outside the step: ``summon_full_params``."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from fsdp_c import _C
+from fsdp_c.api import ShardingStrategy
+from fsdp_c.sharding import common
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_sharded_module, units_of
+from fsdp_c.sharding.wrap import unit_name
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show full parameters, in original precision, of all units in ``module``; of ``module`` alone without ``recurse``.
+
+    Collective over each unit's group. At exit ``writeback`` keeps this rank's part of any edit; where nothing is
+    sharded edits persist in any case. Under ``rank0_only`` only rank 0 of a unit's group sees full parameters.
+    ``with_grads`` shows full gradients too (use_orig_params only). Forwards inside compute with what is shown, under
+    ``torch.no_grad()``: no backward could follow them. Raises NotImplementedError for combinations that
+    have no meaning, AssertionError during forward, backward or another ``summon_full_params``.
+    """
+    if recurse:
+        fsdp_modules = units_of(module)
+    else:
+        fsdp_modules = [module] if is_sharded_module(module) else []
+    for fsdp_module in fsdp_modules:
+        _check_arguments(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads)
+    with contextlib.ExitStack() as stack:
+        for fsdp_module in fsdp_modules:
+            stack.enter_context(common.bound_runtime(fsdp_module))
+        for fsdp_module in fsdp_modules:
+            _check_state(fsdp_module)
+        for fsdp_module in fsdp_modules:
+            stack.enter_context(_summon_unit(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads))
+        yield
+
+
+def _check_arguments(
+    fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> None:
+    """Refuse before the first collective what cannot be done."""
+    use_orig_params = fsdp_module._use_orig_params
+    if with_grads and (offload_to_cpu or not use_orig_params):
+        raise NotImplementedError(
+            f"with_grads={with_grads}, use_orig_params={use_orig_params}, offload_to_cpu={offload_to_cpu} is not "
+            "supported: full gradients need use_orig_params=True and offload_to_cpu=False"
+        )
+    if offload_to_cpu and fsdp_module._handle is not None and not _is_sharded(fsdp_module):
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported: nothing is gathered there")
+    if writeback and rank0_only:
+        raise NotImplementedError(
+            "writeback=True and rank0_only=True is not supported: the other ranks would keep their old shards; "
+            "pass writeback=False"
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for each "
+            "rank: pass rank0_only=True to keep one",
+            stacklevel=4,
+        )
+
+
+def _is_sharded(fsdp_module: ShardedModule) -> bool:
+    return fsdp_module.sharding_strategy != ShardingStrategy.NO_SHARD
+
+
+def _check_state(fsdp_module: ShardedModule) -> None:
+    if fsdp_module._unit.runtime is not None:
+        fsdp_module._unit.runtime.recover()
+    state = fsdp_module._unit.training_state
+    if state == _C.USE_SUMMON_FULL_PARAMS:
+        raise AssertionError(
+            f"Cannot manually unshard parameters when already unsharding parameters ({_place(fsdp_module)})"
+        )
+    if state != _C.USE_IDLE:
+        raise AssertionError(f"Cannot manually unshard parameters during forward/backward ({_place(fsdp_module)})")
+    if fsdp_module._handle is not None:
+        check_idle(fsdp_module)
+
+
+def _place(fsdp_module: ShardedModule) -> str:
+    return f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}"
+
+
+def check_idle(fsdp_module: ShardedModule, summoned: bool = True) -> None:
+    """Raise AssertionError unless the unit's handle may be unsharded by hand, or is, where ``summoned`` allows it.
+
+    What a backward that raised has left is dropped first.
+    """
+    if fsdp_module._unit.runtime is not None:
+        fsdp_module._unit.runtime.recover()
+    state = handle_of(fsdp_module).training_state
+    if state == _C.USE_SUMMON_FULL_PARAMS:
+        if not summoned:
+            raise AssertionError(
+                f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
+                f"({_place(fsdp_module)}): "
+                "its shard is that of before, and takes what is shown at the end; leave summon_full_params first"
+            )
+    elif state != _C.USE_IDLE:
+        raise AssertionError(
+            f"Expects the handle training to be IDLE but got {handle_of(fsdp_module)._training_state} "
+            f"({_place(fsdp_module)}): parameters cannot be unsharded by hand during forward or backward"
+        )
+
+
+@contextlib.contextmanager
+def _summon_unit(
+    fsdp_module: ShardedModule, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    """One unit's part of ``summon_full_params``."""
+    common.synchronize(fsdp_module.compute_device)
+    handle = fsdp_module._handle
+    if handle is None:
+        fsdp_module._unit.set_summoning(True)
+        try:
+            yield
+        finally:
+            fsdp_module._unit.set_summoning(False)
+        return
+    if handle.training_state == _C.USE_SUMMON_FULL_PARAMS:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        handle.summon_enter(writeback)
+        if with_grads:
+            stack.callback(handle.summon_grads_exit, writeback)  # after the next: gradients follow their parameters
+        stack.callback(handle.summon_exit)
+        if with_grads:
+            handle.summon_grads()
+        if rank0_only and fsdp_module.rank != 0:
+            handle.summon_hide()
+            if with_grads:
+                handle.summon_grads_exit(False)
+        else:
+            # Full parameters of a CPU device already are what offloading promises: no second copy.
+            if offload_to_cpu and fsdp_module.compute_device.type != "cpu":
+                stack.enter_context(_offloaded(handle, writeback))
+        yield
+
+
+@contextlib.contextmanager
+def _offloaded(handle: FlatParamHandle, writeback: bool) -> Iterator[None]:
+    """Inside summon: show copies in CPU memory and free the gathered parameters; at exit carry edits back to them."""
+    params = common.managed_params(handle)
+    copies: dict[int, nn.Parameter] = {}
+    shown = []
+    for param in params:
+        full = getattr(param.module, param.name)
+        if id(full) not in copies:
+            copies[id(full)] = nn.Parameter(full.detach().to("cpu", copy=True), requires_grad=full.requires_grad)
+        shown.append((param, copies[id(full)]))
+    handle.summon_free()
+    with common.mounted(shown):
+        yield
+    if not writeback:
+        return
+    # The gathered parameters were freed: gather again, inside a summon of its own, to write the edits into them.
+    handle.summon_exit()
+    handle.summon_enter(True)
+    with torch.no_grad():
+        for param, copy in shown:
+            getattr(param.module, param.name).copy_(copy)
