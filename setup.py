@@ -5,7 +5,8 @@ fsdp_c/_cuda.so, a library of its own that is loaded only where torch computes o
 alone.
 
 Environment: FSDP_C_WERROR=1 makes warnings errors, FSDP_C_OPT="-O0 -g" replaces the optimisation flags,
-FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_JOBS sets how many files compile at once.
+FSDP_C_SANITIZE="address,undefined" instruments the module, FSDP_C_CHECK=1 has it check its invariants, as instrumented
+ones do, FSDP_C_JOBS sets how many files compile at once.
 FSDP_C_OLD_GLIBC=1 makes a module for C libraries older than this machine's, and FSDP_C_LOCAL_VERSION="cu130" a version
 of that label: both are for wheels, see .ci/wheel.
 FSDP_C_CUDA=0 leaves the CUDA kernels out and 1 demands them; otherwise they are built where nvcc is found and fits the
@@ -48,6 +49,8 @@ def flags_from_environment() -> tuple[list[str], list[str]]:
     if sanitizers := os.environ.get("FSDP_C_SANITIZE"):
         compile_flags += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g"]
         link_flags += [f"-fsanitize={sanitizers}"]
+    if sanitizers or os.environ.get("FSDP_C_CHECK", "0") not in ("", "0"):
+        compile_flags += ["-DFSDP_C_CHECK"]
     if os.environ.get("FSDP_C_OLD_GLIBC", "0") not in ("", "0"):
         compile_flags += ["-include", "csrc/base/old_glibc.h"]
         link_flags += ["-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0", "-Wl,--as-needed"]

@@ -3,84 +3,124 @@
  * [Note: order of addition] Sums follow torch's FSDP1 bit for bit. Contributions of one backward meet first, in order of
  * arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad. With low-precision parameters
  * each forward there has its own AccumulateGrad node, so each contribution is added to .grad by itself. */
-#include "handle/handle.h"
+#include "handle/gradients.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-/* ---- receiving ---- */
+/* ---- life ---- */
 
-int handle_refuse_gradient(struct handle *handle, int64_t param) {
-    PyObject *fqn = handle_fqn(handle, param);
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
-                 "Sparse gradients "
-                 "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
-                 (long long)handle->layout.rank, handle->name, fqn, handle->device);
-    Py_DECREF(fqn);
-    return -1;
+void gradients_bind(struct gradients *gradients, const struct flat_param *param, const struct storage *storage,
+                    struct published *published) {
+    gradients->param = param;
+    gradients->storage = storage;
+    gradients->published = published;
 }
 
-/* Point the sources at the latest contribution. */
-static int fill_sources(struct handle *handle) {
-    for (int64_t i = 0; i < handle->num_params; i++) {
-        PyObject *grad = PyTuple_GetItem(handle->gradients.pending, i + 1);
-        struct tensor_view *view = &handle->sources[i].view;
-        if (grad == Py_None) {
-            view->data = NULL;
-            continue;
-        }
-        if (tensor_view_of(grad, view) < 0)
-            return handle_refuse_gradient(handle, i);
+void gradients_init(struct gradients *gradients, const struct handle_spec *spec) {
+    gradients->predivide = spec->predivide;
+    gradients->postdivide = spec->postdivide;
+}
+
+void gradients_fini(struct gradients *gradients) {
+    gradients_drop(gradients);
+    Py_CLEAR(gradients->unsharded);
+    Py_CLEAR(gradients->shard_sizes);
+    Py_CLEAR(gradients->hooks_seen);
+    Py_CLEAR(gradients->comm_hook.function);
+    Py_CLEAR(gradients->comm_hook.state);
+    collective_group_fini(&gradients->comm_hook.group);
+    PyMem_Free(gradients->sources);
+    PyMem_Free(gradients->shard_pieces);
+}
+
+int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg) {
+    Py_VISIT(gradients->comm_hook.function);
+    Py_VISIT(gradients->comm_hook.state);
+    Py_VISIT(gradients->pending);
+    return 0;
+}
+
+static int init_sources(struct gradients *gradients) {
+    PyMem_Free(gradients->sources);
+    gradients->sources = PyMem_Calloc((size_t)gradients->param->num_params + 1, sizeof *gradients->sources);
+    if (!gradients->sources)
+        return tensor_check(STATUS_NO_MEMORY, "gradient sources of a unit");
+    for (int64_t i = 0; i < gradients->param->num_params; i++) {
+        gradients->sources[i].offset = layout_param_offset(&gradients->param->layout, i);
+        gradients->sources[i].numel = layout_param_numel(&gradients->param->layout, i);
+        gradients->sources[i].output_strides = gradients->param->param_shapes[i].strides;
     }
     return 0;
 }
 
-static int pack_pending(struct handle *handle, PyObject *output, double divisor) {
-    struct tensor_view view;
-    if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
-        return -1;
-    return tensor_check(handle->kernels->pack(view.data, view.dtype, tensor_view_numel(&view), handle->sources,
-                                              handle->num_params, divisor, handle_stream(handle)),
-                        "packing of gradients");
+static int append_size(PyObject *sizes, int64_t size) {
+    PyObject *value = PyLong_FromLongLong(size);
+    int result = value ? PyList_Append(sizes, value) : -1;
+    Py_XDECREF(value);
+    return result;
 }
 
-static int add_pending(struct handle *handle, PyObject *output) {
-    struct tensor_view view;
-    if (fill_sources(handle) < 0 || tensor_view_of(output, &view) < 0)
-        return -1;
-    return tensor_check(
-        handle->kernels->pack_add(view.data, view.dtype, handle->sources, handle->num_params, handle_stream(handle)),
-        "accumulation of gradients");
+/* How to split a shard (or, unsharded, the whole) so that each parameter's part is one piece. */
+static int init_shard_pieces(struct gradients *gradients) {
+    PyMem_Free(gradients->shard_pieces);
+    gradients->shard_pieces = PyMem_Calloc((size_t)gradients->param->num_params + 1, sizeof *gradients->shard_pieces);
+    ref_set(&gradients->shard_sizes, PyList_New(0));
+    if (!gradients->shard_pieces || !gradients->shard_sizes)
+        return tensor_check(STATUS_NO_MEMORY, "shard pieces of a unit");
+    int64_t end = 0, pieces = 0;
+    for (int64_t i = 0; i < gradients->param->num_params; i++) {
+        const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[i];
+        gradients->shard_pieces[i] = -1;
+        if (!range->in_shard)
+            continue;
+        if (range->offset_in_shard > end) {
+            if (append_size(gradients->shard_sizes, range->offset_in_shard - end) < 0)
+                return -1;
+            pieces++;
+        }
+        if (append_size(gradients->shard_sizes, range->numel_in_shard) < 0)
+            return -1;
+        gradients->shard_pieces[i] = pieces++;
+        end = range->offset_in_shard + range->numel_in_shard;
+    }
+    return end < gradients->param->layout.shard_numel
+               ? append_size(gradients->shard_sizes, gradients->param->layout.shard_numel - end)
+               : 0;
 }
 
-static int add_tensor(struct handle *handle, PyObject *output, PyObject *input) {
-    struct tensor_view to, from;
-    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
+/* torch refuses a gradient of another dtype unless the leaf says that any will do. */
+static int allow_low_precision_grads(struct gradients *gradients) {
+    if (!gradients->param->keep_low_precision_grads || !gradients->storage->copies[PRECISION_COMPUTE].low_precision)
+        return 0;
+    if (PyObject_SetAttr(gradients->param->tensor, torch_names.grad_dtype, Py_None) < 0)
         return -1;
-    return tensor_check(handle->kernels->accumulate(to.data, to.dtype, from.data, from.dtype, tensor_view_numel(&to),
-                                                    1.0, handle_stream(handle)),
-                        "accumulation of gradients");
+    for (int64_t i = 0; gradients->param->params && i < gradients->param->num_params; i++)
+        if (PyObject_SetAttr(PyList_GetItem(gradients->param->params, i), torch_names.grad_dtype, Py_None) < 0)
+            return -1;
+    return 0;
 }
 
-/* What earlier backwards left and this one adds to, borrowed or NULL. */
-static PyObject *previous_gradient(struct handle *handle) {
-    return handle->sharded ? handle->gradients.unsharded : handle->gradients.saved_shard;
+int gradients_lazy_init(struct gradients *gradients) {
+    if (init_sources(gradients) < 0 || init_shard_pieces(gradients) < 0)
+        return -1;
+    return allow_low_precision_grads(gradients);
 }
+
+/* ---- receiving ---- */
 
 /* A second contribution has come: the first one is added up. See [Note: order of addition]. */
-static int settle_pending(struct handle *handle) {
-    struct gradients *gradients = &handle->gradients;
-    if (handle->form->low_precision && handle_call_param_hooks(handle) < 0)
+static int settle_pending(struct gradients *gradients) {
+    if (gradients->storage->copy->low_precision && gradients_call_param_hooks(gradients) < 0)
         return -1;
     if (!gradients->pending)
         return 0;
-    PyObject *previous = previous_gradient(handle);
-    if (handle->form->low_precision && previous)
-        return add_pending(handle, previous);
+    PyObject *previous = *gradients_previous(gradients);
+    if (gradients->storage->copy->low_precision && previous)
+        return gradients_add_pending(gradients, previous);
     if (gradients->sum)
-        return add_pending(handle, gradients->sum);
-    gradients->sum = torch_empty_like(handle->form->gradient_like.tensor);
-    return gradients->sum ? pack_pending(handle, gradients->sum, 1.0) : -1;
+        return gradients_add_pending(gradients, gradients->sum);
+    gradients->sum = torch_empty_like(gradients->storage->copy->gradient_like.tensor);
+    return gradients->sum ? gradients_pack_pending(gradients, gradients->sum, 1.0) : -1;
 }
 
 static bool has_gradient(PyObject *args, int64_t num_params) {
@@ -90,67 +130,39 @@ static bool has_gradient(PyObject *args, int64_t num_params) {
     return false;
 }
 
-bool handle_has_new_gradients(const struct handle *handle) {
-    return handle->gradients.pending || handle->gradients.hooked;
+bool gradients_have_new(const struct gradients *gradients) {
+    return gradients->pending || gradients->hooked;
 }
 
-int handle_receive(struct handle *handle, PyObject *args) {
-    if (!has_gradient(args, handle->num_params))
+int gradients_receive(struct gradients *gradients, PyObject *args) {
+    if (!has_gradient(args, gradients->param->num_params))
         return 0;
-    if (handle->gradients.pending && settle_pending(handle) < 0)
+    if (gradients->pending && settle_pending(gradients) < 0)
         return -1;
-    ref_set(&handle->gradients.pending, Py_NewRef(args));
+    ref_set(&gradients->pending, Py_NewRef(args));
     return 0;
-}
-
-PyObject *handle_take_received(struct handle *handle) {
-    struct gradients *gradients = &handle->gradients;
-    PyObject *total = gradients->sum ? Py_NewRef(gradients->sum) : torch_empty_like(handle->form->gradient_like.tensor);
-    int result = -1;
-    if (total)
-        result = gradients->sum ? add_pending(handle, total) : pack_pending(handle, total, 1.0);
-    if (result < 0) {
-        Py_XDECREF(total);
-        return NULL;
-    }
-    Py_CLEAR(gradients->sum);
-    Py_CLEAR(gradients->pending);
-    return total;
-}
-
-/* Everything received in this backward is added to `target`, and released. */
-static int add_received(struct handle *handle, PyObject *target) {
-    struct gradients *gradients = &handle->gradients;
-    int result;
-    if (gradients->sum) {
-        result = add_pending(handle, gradients->sum) < 0 ? -1 : add_tensor(handle, target, gradients->sum);
-    } else {
-        result = add_pending(handle, target);
-    }
-    Py_CLEAR(gradients->sum);
-    Py_CLEAR(gradients->pending);
-    return result;
 }
 
 /* ---- towards the reduction ---- */
 
 /* reduce_input = cast(total) / predivide; the total itself where the dtypes agree. Steals `total`. */
-static int divide_total(struct handle *handle, PyObject *total) {
+static int divide_total(struct gradients *gradients, PyObject *total) {
     struct tensor_view from, to;
     PyObject *input = total;
     if (tensor_view_of(total, &from) < 0)
         goto fail;
-    if (from.dtype != handle->form->reduce_kind)
-        input = torch_empty_like(handle->form->reduce_input_like.tensor);
+    if (from.dtype != gradients->storage->copy->reduce_kind)
+        input = torch_empty_like(gradients->storage->copy->reduce_input_like.tensor);
     if (!input || tensor_view_of(input, &to) < 0)
         goto fail;
-    if (tensor_check(handle->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype, handle->layout.padded_numel,
-                                                  handle->predivide, handle_stream(handle)),
+    if (tensor_check(gradients->storage->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype,
+                                                              gradients->param->layout.padded_numel,
+                                                              gradients->predivide, storage_stream(gradients->storage)),
                      "pre-division of gradients") < 0)
         goto fail;
     if (input != total)
         Py_DECREF(total);
-    ref_set(&handle->gradients.reduce_input, input);
+    ref_set(&gradients->reduce_input, input);
     return 0;
 fail:
     if (input != total)
@@ -160,50 +172,47 @@ fail:
 }
 
 /* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. */
-static int pack_directly(struct handle *handle) {
-    PyObject *input = torch_empty_like(handle->form->reduce_input_like.tensor);
-    if (!input || pack_pending(handle, input, handle->predivide) < 0) {
+static int pack_directly(struct gradients *gradients) {
+    PyObject *input = torch_empty_like(gradients->storage->copy->reduce_input_like.tensor);
+    if (!input || gradients_pack_pending(gradients, input, gradients->predivide) < 0) {
         Py_XDECREF(input);
         return -1;
     }
-    ref_set(&handle->gradients.reduce_input, input);
-    Py_CLEAR(handle->gradients.pending);
+    ref_set(&gradients->reduce_input, input);
+    Py_CLEAR(gradients->pending);
     return 0;
 }
 
-int handle_pack(struct handle *handle) {
-    struct gradients *gradients = &handle->gradients;
-    PyObject **previous = handle->sharded ? &gradients->unsharded : &gradients->saved_shard, *total;
-    if (handle_read_comm_hook(handle) < 0)
+int gradients_pack(struct gradients *gradients) {
+    PyObject **previous = gradients_previous(gradients), *total;
+    if (gradients_read_comm_hook(gradients) < 0)
         return -1;
     gradients->unreduced = gradients->hooked = false;
     if (!*previous && !gradients->sum)
-        return pack_directly(handle);
+        return pack_directly(gradients);
     if (*previous) {
-        if (gradients->pending && add_received(handle, *previous) < 0)
+        if (gradients->pending && gradients_add_received(gradients, *previous) < 0)
             return -1;
         total = *previous;
         *previous = NULL;
     } else {
-        total = handle_take_received(handle);
+        total = gradients_take_received(gradients);
     }
-    return total ? divide_total(handle, total) : -1;
+    return total ? divide_total(gradients, total) : -1;
 }
 
 /* ---- no_sync ---- */
 
-int handle_accumulate_unsharded(struct handle *handle) {
-    struct gradients *gradients = &handle->gradients;
-    PyObject **total = handle->sharded ? &gradients->unsharded : &gradients->saved_shard;
+int gradients_accumulate_unsharded(struct gradients *gradients) {
+    PyObject **total = gradients_previous(gradients);
     gradients->unreduced = true;
     gradients->hooked = false;
     if (!*total)
-        return (*total = handle_take_received(handle)) ? 0 : -1;
-    return gradients->pending ? add_received(handle, *total) : 0;
+        return (*total = gradients_take_received(gradients)) ? 0 : -1;
+    return gradients->pending ? gradients_add_received(gradients, *total) : 0;
 }
 
-void handle_drop_gradients(struct handle *handle) {
-    struct gradients *gradients = &handle->gradients;
+void gradients_drop(struct gradients *gradients) {
     Py_CLEAR(gradients->pending);
     Py_CLEAR(gradients->sum);
     Py_CLEAR(gradients->saved_shard);

@@ -1,81 +1,11 @@
 #include "handle/handle_ops.h"
 
-#include <pthread.h>
-#include <string.h>
-
+#include "handle/handle_table.h"
 #include "torch/op_stack.h"
 #include "torch/tensor.h"
 
-/* ---- ids ---- */
-
-struct entry {
-    int64_t id;
-    struct handle *handle; /* borrowed; removes itself */
-};
-
-/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there because ops run
- * without Python's. */
-static struct {
-    pthread_mutex_t lock;
-    struct entry *entries; /* owned */
-    int64_t count, capacity, last_id;
-} table = {.lock = PTHREAD_MUTEX_INITIALIZER};
-
-static bool grow_table(void) {
-    int64_t capacity = table.capacity ? table.capacity * 2 : 64;
-    struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
-    if (!entries)
-        return false;
-    table.entries = entries;
-    table.capacity = capacity;
-    return true;
-}
-
-int64_t handle_ops_add(struct handle *handle) {
-    int64_t id = -1;
-    pthread_mutex_lock(&table.lock);
-    if (table.count < table.capacity || grow_table()) {
-        id = ++table.last_id;
-        table.entries[table.count++] = (struct entry){id, handle};
-    }
-    pthread_mutex_unlock(&table.lock);
-    if (id < 0)
-        PyErr_NoMemory();
-    return id;
-}
-
-/* The place of `id`, or of the first one above it. */
-static int64_t place_of(int64_t id) {
-    int64_t low = 0, high = table.count;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (table.entries[middle].id < id)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-static bool is_at(int64_t place, int64_t id) {
-    return place < table.count && table.entries[place].id == id;
-}
-
-void handle_ops_remove(int64_t id) {
-    pthread_mutex_lock(&table.lock);
-    int64_t place = place_of(id);
-    if (is_at(place, id)) {
-        struct entry *entry = &table.entries[place];
-        memmove(entry, entry + 1, (size_t)(--table.count - place) * sizeof *entry);
-    }
-    pthread_mutex_unlock(&table.lock);
-}
-
 static struct handle *find(const char *op, int64_t id) {
-    pthread_mutex_lock(&table.lock);
-    int64_t place = place_of(id);
-    struct handle *handle = is_at(place, id) ? table.entries[place].handle : NULL;
-    pthread_mutex_unlock(&table.lock);
+    struct handle *handle = handle_table_find(id);
     OP_CHECK(handle, "%s: there is no handle %lld: pass the op_id of a FlatParamHandle that is alive", op,
              (long long)id);
     return handle;
@@ -100,11 +30,11 @@ static void take_exception(char *message, size_t nbytes) {
 }
 
 static int unshard_now(struct handle *handle) {
-    return handle_unshard_enqueue(handle) < 0 ? -1 : handle_unshard_wait(handle);
+    return handle_unshard_enqueue(handle) < 0 ? -1 : storage_unshard_wait(&handle->storage);
 }
 
 static int reshard_now(struct handle *handle) {
-    return handle_reshard(handle, true);
+    return storage_reshard(&handle->storage, true);
 }
 
 /* Run `verb` with the lock held, and turn an exception into the op's. */
@@ -120,10 +50,10 @@ static void run(const char *op, struct handle *handle, int (*verb)(struct handle
 
 static void check_full(const char *op, const struct handle *handle, const struct op_operand *full) {
     OP_CHECK(handle->ready, "%s: the handle is not initialised: run a forward first", op);
-    OP_CHECK(full->numel == handle->layout.padded_numel && full->view.dtype == handle->form->kind &&
+    OP_CHECK(full->numel == handle->param.layout.padded_numel && full->view.dtype == handle->storage.copy->kind &&
                  full->is_contiguous,
              "%s: full must be a contiguous tensor of %lld elements in the compute dtype", op,
-             (long long)handle->layout.padded_numel);
+             (long long)handle->param.layout.padded_numel);
 }
 
 static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
@@ -136,10 +66,11 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     check_full("fsdp_c::unshard", handle, &full);
     run("fsdp_c::unshard", handle, unshard_now);
     op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
-    const struct tensor_view *gathered = handle->form->is_local ? &handle->local_view : &handle->form->full.view;
+    const struct tensor_view *gathered = storage_full_view(&handle->storage);
     if (full.view.data != gathered->data)
-        handle->kernels->cast_divide(full.view.data, handle->form->kind, gathered->data, handle->form->kind, full.numel,
-                                     1.0, tensor_kernel_stream(gathered));
+        handle->storage.kernels->cast_divide(full.view.data, handle->storage.copy->kind, gathered->data,
+                                             handle->storage.copy->kind, full.numel, 1.0,
+                                             tensor_kernel_stream(gathered));
 }
 
 static void reshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {
@@ -190,11 +121,11 @@ static void unshard_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     OP_OWNED full = op_tensor(stack[0]);
     const struct handle *handle = find("fsdp_c::unshard_views", op_int(stack[1]));
     StableListHandle views = NULL;
-    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->num_params, &views));
-    for (int64_t i = 0; i < handle->num_params; i++) {
+    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
         AtenTensorHandle part =
-            narrow(full, layout_param_offset(&handle->layout, i), layout_param_numel(&handle->layout, i));
-        AtenTensorHandle view = shaped(part, &handle->param_shapes[i]);
+            narrow(full, layout_param_offset(&handle->param.layout, i), layout_param_numel(&handle->param.layout, i));
+        AtenTensorHandle view = shaped(part, &handle->param.param_shapes[i]);
         op_push(views, &view);
     }
     stack[0] = (StableIValue)(uintptr_t)views;
@@ -221,37 +152,15 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     int64_t numel = 0, start = 0;
     OP_CALL(torch_abi.aoti_torch_get_numel(flat, &numel));
     OP_CALL(torch_abi.aoti_torch_get_storage_offset(flat, &start));
-    OP_CHECK(numel >= handle->layout.numel, "fsdp_c::segment_views: flat has %lld elements, the unit has %lld",
-             (long long)numel, (long long)handle->layout.numel);
-    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->num_params, &views));
-    for (int64_t i = 0; i < handle->num_params; i++) {
-        AtenTensorHandle view = alias(flat, start + layout_param_offset(&handle->layout, i), &handle->param_shapes[i]);
+    OP_CHECK(numel >= handle->param.layout.numel, "fsdp_c::segment_views: flat has %lld elements, the unit has %lld",
+             (long long)numel, (long long)handle->param.layout.numel);
+    OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        AtenTensorHandle view =
+            alias(flat, start + layout_param_offset(&handle->param.layout, i), &handle->param.param_shapes[i]);
         op_push(views, &view);
     }
     stack[0] = (StableIValue)(uintptr_t)views;
-}
-
-PyObject *handle_segment_views(const struct handle *handle, PyObject *flat) {
-    static PyObject *op; /* owned for ever; past the Python of torch.ops */
-    if (!op) {
-        PyObject *ops = PyImport_ImportModule("torch._ops");
-        PyObject *all = ops ? PyObject_GetAttrString(ops, "ops") : NULL;
-        PyObject *ours = all ? PyObject_GetAttrString(all, "fsdp_c") : NULL;
-        PyObject *packet = ours ? PyObject_GetAttrString(ours, "segment_views") : NULL;
-        PyObject *overload = packet ? PyObject_GetAttrString(packet, "default") : NULL;
-        op = overload ? PyObject_GetAttrString(overload, "_op") : NULL;
-        Py_XDECREF(ops);
-        Py_XDECREF(all);
-        Py_XDECREF(ours);
-        Py_XDECREF(packet);
-        Py_XDECREF(overload);
-        if (!op)
-            return NULL;
-    }
-    PyObject *id = PyLong_FromLongLong(handle->op_id);
-    PyObject *views = id ? PyObject_CallFunctionObjArgs(op, flat, id, NULL) : NULL;
-    Py_XDECREF(id);
-    return views;
 }
 
 /* ---- registration ---- */

@@ -14,11 +14,4 @@
 
 int handle_ops_init(void); /* register the ops, once per process. 0, or -1 with ImportError */
 
-/* The id by which ops find a handle while it lives; ids are not used twice. -1 with MemoryError. */
-int64_t handle_ops_add(struct handle *handle);
-void handle_ops_remove(int64_t id);
-
-/* fsdp_c::segment_views(flat, handle), as a list of tensors. New reference, or NULL with an exception. */
-PyObject *handle_segment_views(const struct handle *handle, PyObject *flat);
-
 #endif

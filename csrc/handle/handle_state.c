@@ -1,12 +1,7 @@
-/* The only writers of a handle's two enums, each against its table of legal transitions. */
+/* Who is using a unit's parameters: the table, and the only writer. */
 #include "handle/handle.h"
 
-static const bool param_allowed[PARAM_STATES][PARAM_STATES] = {
-    [PARAM_SHARDED] = {[PARAM_UNSHARDING] = true},  /* all-gather enqueued */
-    [PARAM_UNSHARDING] = {[PARAM_UNSHARDED] = true, /* compute waits for it */
-                          [PARAM_SHARDED] = true},  /* prefetched, then not needed */
-    [PARAM_UNSHARDED] = {[PARAM_SHARDED] = true},   /* full storage freed */
-};
+#include "base/check.h"
 
 static const bool training_allowed[USE_STATES][USE_STATES] = {
     [USE_IDLE] = {[USE_IDLE] = true,
@@ -24,18 +19,11 @@ static const bool training_allowed[USE_STATES][USE_STATES] = {
     [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
 };
 
-static const char *const param_names[PARAM_STATES] = {"SHARDED", "UNSHARDING", "UNSHARDED"};
 static const char *const training_names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
                                                        "SUMMON_FULL_PARAMS"};
 
 const char *training_state_name(enum training_state state) {
     return training_names[state];
-}
-
-static int refuse(const struct handle *handle, const char *from, const char *to, const char *remedy) {
-    PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s%s",
-                 (long long)handle->layout.rank, handle->name, from, to, remedy);
-    return -1;
 }
 
 /* What to do instead of a backward that comes too early. */
@@ -47,29 +35,22 @@ static const char *remedy_for(enum training_state from, enum training_state to) 
                           : "";
 }
 
-static void write_param_state(struct handle *handle, enum param_state state) {
-    handle->param_state = state;
-}
-
-static void write_training_state(struct handle *handle, enum training_state state) {
-    handle->training_state = state;
-}
-
-int handle_set_param_state(struct handle *handle, enum param_state state) {
-    if (!param_allowed[handle->param_state][state])
-        return refuse(handle, param_names[handle->param_state], param_names[state], "");
-    write_param_state(handle, state);
-    return 0;
-}
-
 int handle_set_training_state(struct handle *handle, enum training_state state) {
-    if (!training_allowed[handle->training_state][state])
-        return refuse(handle, training_names[handle->training_state], training_names[state],
-                      remedy_for(handle->training_state, state));
-    write_training_state(handle, state);
+    if (!training_allowed[handle->training_state][state]) {
+        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s%s",
+                     (long long)handle->param.layout.rank, handle->param.name, training_names[handle->training_state],
+                     training_names[state], remedy_for(handle->training_state, state));
+        return -1;
+    }
+    handle->training_state = state;
     return 0;
 }
 
-void handle_force_idle(struct handle *handle) {
-    write_training_state(handle, USE_IDLE);
+void handle_check(const struct handle *handle) {
+    (void)handle; /* without FSDP_C_CHECK */
+    INVARIANT(handle->storage.param == &handle->param && handle->slots.param == &handle->param);
+    INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
+    storage_check(&handle->storage);
+    slots_check(&handle->slots);
+    gradients_check(&handle->gradients);
 }

@@ -5,7 +5,7 @@
  * its unsharded data in the compute dtype, the gradient is that of this rank's batch, without the right padding, and `.grad`
  * what earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one `.grad`; what stands there in
  * the end is what is reduced. With low-precision parameters every forward has its own turn, see [Note: order of addition]. */
-#include "handle/handle.h"
+#include "handle/gradients.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -14,8 +14,8 @@
 /* ---- calling ---- */
 
 /* The functions in a dict of hooks, which may change while they are called; an empty list where there are none. New reference. */
-static PyObject *functions_of(const struct handle *handle, PyObject *attribute) {
-    PyObject *hooks = PyObject_GetAttr(handle->flat_param, attribute);
+static PyObject *functions_of(const struct gradients *gradients, PyObject *attribute) {
+    PyObject *hooks = PyObject_GetAttr(gradients->param->tensor, attribute);
     PyObject *functions = NULL;
     if (hooks)
         functions = hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
@@ -23,42 +23,44 @@ static PyObject *functions_of(const struct handle *handle, PyObject *attribute) 
     return functions;
 }
 
-static int refuse_replacement(const struct handle *handle, PyObject *function, const char *what, PyObject *value) {
+static int refuse_replacement(const struct gradients *gradients, PyObject *function, const char *what,
+                              PyObject *value) {
     PyErr_Format(
         PyExc_RuntimeError,
         "rank %lld, unit %S: hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
         "one of the same size, dtype and device, not by a %R",
-        (long long)handle->layout.rank, handle->name, function, what, (PyObject *)Py_TYPE(value));
+        (long long)gradients->param->layout.rank, gradients->param->name, function, what, (PyObject *)Py_TYPE(value));
     return -1;
 }
 
 /* What a hook returned must be able to stand for the gradient it was given. */
-static int check_replacement(const struct handle *handle, PyObject *function, PyObject *grad, PyObject *value) {
+static int check_replacement(const struct gradients *gradients, PyObject *function, PyObject *grad, PyObject *value) {
     struct tensor_view old, new;
     if (!torch_is_tensor(value)) {
         PyErr_Format(PyExc_TypeError,
                      "rank %lld, unit %S: expected a Tensor or None from hook %R of its flat parameter, but hook "
                      "returned %R",
-                     (long long)handle->layout.rank, handle->name, function, (PyObject *)Py_TYPE(value));
+                     (long long)gradients->param->layout.rank, gradients->param->name, function,
+                     (PyObject *)Py_TYPE(value));
         return -1;
     }
     if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
         return -1;
     if (new.dtype != old.dtype || new.device != old.device || new.device_index != old.device_index)
-        return refuse_replacement(handle, function, "type", value);
+        return refuse_replacement(gradients, function, "type", value);
     if (new.ndim != old.ndim || memcmp(new.sizes, old.sizes, (size_t)old.ndim * sizeof *old.sizes) != 0)
-        return refuse_replacement(handle, function, "size", value);
+        return refuse_replacement(gradients, function, "size", value);
     return 0;
 }
 
 /* The gradient after all hooks. Steals `grad`; new reference or NULL. */
-static PyObject *call_gradient_hooks(struct handle *handle, PyObject *grad) {
-    PyObject *functions = functions_of(handle, torch_names._backward_hooks);
+static PyObject *call_gradient_hooks(struct gradients *gradients, PyObject *grad) {
+    PyObject *functions = functions_of(gradients, torch_names._backward_hooks);
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
         PyObject *function = PyList_GetItem(functions, i);
         PyObject *value = PyObject_CallFunctionObjArgs(function, grad, NULL);
-        result = !value ? -1 : value == Py_None ? 0 : check_replacement(handle, function, grad, value);
+        result = !value ? -1 : value == Py_None ? 0 : check_replacement(gradients, function, grad, value);
         if (!result && value != Py_None)
             ref_set(&grad, Py_NewRef(value));
         Py_XDECREF(value);
@@ -69,16 +71,16 @@ static PyObject *call_gradient_hooks(struct handle *handle, PyObject *grad) {
     return grad;
 }
 
-static int call_accumulated_hooks(struct handle *handle) {
-    PyObject *functions = functions_of(handle, torch_names._post_accumulate_grad_hooks);
+static int call_accumulated_hooks(struct gradients *gradients) {
+    PyObject *functions = functions_of(gradients, torch_names._post_accumulate_grad_hooks);
     int result = functions ? 0 : -1;
     for (Py_ssize_t i = 0; !result && i < PyList_Size(functions); i++) {
-        PyObject *value = PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), handle->flat_param, NULL);
+        PyObject *value = PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
         result = value ? 0 : -1;
         if (value && value != Py_None) {
             PyErr_Format(PyExc_RuntimeError,
                          "rank %lld, unit %S: Tensor post accumulate grad hooks should return None, not a %R",
-                         (long long)handle->layout.rank, handle->name, (PyObject *)Py_TYPE(value));
+                         (long long)gradients->param->layout.rank, gradients->param->name, (PyObject *)Py_TYPE(value));
             result = -1;
         }
         Py_XDECREF(value);
@@ -89,27 +91,23 @@ static int call_accumulated_hooks(struct handle *handle) {
 
 /* ---- .grad while they are called ---- */
 
-/* What earlier backwards left, and this one is added to. */
-static PyObject **previous_gradient(struct handle *handle) {
-    return handle->sharded ? &handle->gradients.unsharded : &handle->gradients.saved_shard;
+static PyObject *without_padding(const struct gradients *gradients, PyObject *padded) {
+    return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
 }
 
-static PyObject *without_padding(const struct handle *handle, PyObject *padded) {
-    return PyObject_CallMethod(padded, "narrow", "iLL", 0, 0LL, (long long)handle->layout.numel);
-}
-
-static int show_grad(struct handle *handle, PyObject *padded) {
-    PyObject *grad = padded ? without_padding(handle, padded) : NULL;
+static int show_grad(struct gradients *gradients, PyObject *padded) {
+    PyObject *grad = padded ? without_padding(gradients, padded) : NULL;
     if (padded && !grad)
         return -1;
-    int result = grad ? torch_set_foreign_grad(handle->flat_param, grad) : torch_set_grad(handle->flat_param, Py_None);
+    int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad)
+                      : torch_set_grad(gradients->param->tensor, Py_None);
     Py_XDECREF(grad);
     return result;
 }
 
 /* `.grad` becomes, or grows by, the gradient. Steals `grad`. One that a hook has kept stays as the hook has seen it. */
-static int accumulate(struct handle *handle, PyObject *grad) {
-    PyObject *sum = torch_get_grad(handle->flat_param), *done = NULL;
+static int accumulate(struct gradients *gradients, PyObject *grad) {
+    PyObject *sum = torch_get_grad(gradients->param->tensor), *done = NULL;
     int result = -1;
     if (sum && sum != Py_None) {
         done = PyObject_CallMethod(sum, "add_", "O", grad);
@@ -117,7 +115,7 @@ static int accumulate(struct handle *handle, PyObject *grad) {
     } else if (sum) {
         bool kept = Py_REFCNT(grad) > 1;
         PyObject *own = kept ? PyObject_CallMethod(grad, "clone", NULL) : Py_NewRef(grad);
-        result = own ? torch_set_foreign_grad(handle->flat_param, own) : -1;
+        result = own ? torch_set_foreign_grad(gradients->param->tensor, own) : -1;
         Py_XDECREF(own);
     }
     Py_XDECREF(done);
@@ -127,13 +125,14 @@ static int accumulate(struct handle *handle, PyObject *grad) {
 }
 
 /* `grad` with the padding behind it; new reference. */
-static PyObject *padded_copy(struct handle *handle, PyObject *grad) {
+static PyObject *padded_copy(struct gradients *gradients, PyObject *grad) {
     PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype), *part = NULL, *done = NULL;
-    PyObject *padded = dtype ? torch_empty(handle->layout.padded_numel, dtype, handle->device) : NULL;
+    PyObject *padded =
+        dtype ? torch_empty(gradients->param->layout.padded_numel, dtype, gradients->param->device) : NULL;
     if (padded)
         done = PyObject_CallMethod(padded, "zero_", NULL);
     if (done)
-        part = without_padding(handle, padded);
+        part = without_padding(gradients, padded);
     Py_XDECREF(done);
     done = part ? PyObject_CallMethod(part, "copy_", "O", grad) : NULL;
     if (!done)
@@ -145,103 +144,101 @@ static PyObject *padded_copy(struct handle *handle, PyObject *grad) {
 }
 
 /* Is `grad` the beginning of `padded`? */
-static bool lies_in(const struct handle *handle, PyObject *grad, PyObject *padded) {
+static bool lies_in(const struct gradients *gradients, PyObject *grad, PyObject *padded) {
     struct tensor_view inner, outer;
     if (tensor_view_of(grad, &inner) < 0 || tensor_view_of(padded, &outer) < 0) {
         PyErr_Clear();
         return false;
     }
     return inner.data == outer.data && inner.dtype == outer.dtype && tensor_view_is_contiguous(&inner) &&
-           tensor_view_numel(&inner) == handle->layout.numel;
+           tensor_view_numel(&inner) == gradients->param->layout.numel;
 }
 
 /* What the hooks have left in `.grad` is the gradient from now on; `padded` is where it lies unless it was replaced. */
-static int take_grad(struct handle *handle, PyObject *padded) {
-    struct gradients *gradients = &handle->gradients;
-    PyObject *grad = torch_get_grad(handle->flat_param), *taken = NULL;
+static int take_grad(struct gradients *gradients, PyObject *padded) {
+    PyObject *grad = torch_get_grad(gradients->param->tensor), *taken = NULL;
     int result = grad ? 0 : -1;
     if (grad && grad != Py_None) {
-        taken = lies_in(handle, grad, padded) ? Py_NewRef(padded) : padded_copy(handle, grad);
-        result = taken ? torch_set_grad(handle->flat_param, Py_None) : -1;
+        taken = lies_in(gradients, grad, padded) ? Py_NewRef(padded) : padded_copy(gradients, grad);
+        result = taken ? torch_set_grad(gradients->param->tensor, Py_None) : -1;
     }
     Py_XDECREF(grad);
     if (result < 0) {
         Py_XDECREF(taken);
         return -1;
     }
-    gradients->kind = GRAD_NONE; /* until it is handed over */
     gradients->hooked = taken != NULL;
-    ref_set(previous_gradient(handle), taken);
-    return 0;
+    ref_set(gradients_previous(gradients), taken);
+    return gradients_set_kind(gradients, GRAD_NONE); /* until it is handed over */
 }
 
 /* A hook has raised: `.grad` is what it was. The exception stays set. */
-static void show_grad_again(struct handle *handle) {
+static void show_grad_again(struct gradients *gradients) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *before = handle->gradients.kind == GRAD_UNSHARDED ? *previous_gradient(handle) : NULL;
-    if (show_grad(handle, before) < 0)
-        PyErr_WriteUnraisable(handle->name);
+    PyObject *before = gradients->kind == GRAD_UNSHARDED ? *gradients_previous(gradients) : NULL;
+    if (show_grad(gradients, before) < 0)
+        PyErr_WriteUnraisable(gradients->param->name);
     PyErr_Restore(type, value, traceback);
 }
 
 /* ---- all of it ---- */
 
-static int call_hooks(struct handle *handle, PyObject *total) {
-    PyObject *previous = *previous_gradient(handle);
-    if (show_grad(handle, previous) < 0)
+static int call_hooks(struct gradients *gradients, PyObject *total) {
+    PyObject *previous = *gradients_previous(gradients);
+    if (show_grad(gradients, previous) < 0)
         return -1;
-    PyObject *grad = without_padding(handle, total);
+    PyObject *grad = without_padding(gradients, total);
     if (grad)
-        grad = call_gradient_hooks(handle, grad);
-    if (!grad || accumulate(handle, grad) < 0 || call_accumulated_hooks(handle) < 0)
+        grad = call_gradient_hooks(gradients, grad);
+    if (!grad || accumulate(gradients, grad) < 0 || call_accumulated_hooks(gradients) < 0)
         return -1;
-    return take_grad(handle, previous ? previous : total);
+    return take_grad(gradients, previous ? previous : total);
 }
 
-static int call_hooks_unsharded(struct handle *handle, PyObject *total) {
-    if (handle->form->is_local)
-        return call_hooks(handle, total);
-    PyObject *data = torch_data(handle->flat_param);
-    int result = data ? torch_set_data(handle->flat_param, handle->form->full_data) : -1;
+static int call_hooks_unsharded(struct gradients *gradients, PyObject *total) {
+    if (gradients->storage->copy->is_local)
+        return call_hooks(gradients, total);
+    PyObject *data = torch_data(gradients->param->tensor);
+    int result = data ? torch_set_data(gradients->param->tensor, gradients->storage->copy->full_data) : -1;
     if (!result) {
-        result = call_hooks(handle, total);
-        torch_restore_data(handle->flat_param, data);
+        result = call_hooks(gradients, total);
+        torch_restore_data(gradients->param->tensor, data);
     }
     Py_XDECREF(data);
     return result;
 }
 
-static int has_any(const struct handle *handle, PyObject *attribute) {
-    PyObject *hooks = PyObject_GetAttr(handle->flat_param, attribute);
+static int has_any(const struct gradients *gradients, PyObject *attribute) {
+    PyObject *hooks = PyObject_GetAttr(gradients->param->tensor, attribute);
     int result = !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
     Py_XDECREF(hooks);
     return result;
 }
 
-static int look_for_hooks(const struct handle *handle) {
-    int result = has_any(handle, torch_names._backward_hooks);
-    return result ? result : has_any(handle, torch_names._post_accumulate_grad_hooks);
+static int look_for_hooks(const struct gradients *gradients) {
+    int result = has_any(gradients, torch_names._backward_hooks);
+    return result ? result : has_any(gradients, torch_names._post_accumulate_grad_hooks);
 }
 
 /* 1, 0 or -1. Hooks that were found are looked for again: they may have been removed. */
-static int has_hooks(struct handle *handle) {
-    int registered = torch_hooks_registered_since(&handle->hooks_seen);
-    if (registered < 0 || (!registered && !handle->has_param_hooks))
+static int has_hooks(struct gradients *gradients) {
+    int registered = torch_hooks_registered_since(&gradients->hooks_seen);
+    if (registered < 0 || (!registered && !gradients->has_param_hooks))
         return registered;
-    int result = look_for_hooks(handle);
-    handle->has_param_hooks = result != 0;
+    int result = look_for_hooks(gradients);
+    gradients->has_param_hooks = result != 0;
     return result;
 }
 
-int handle_call_param_hooks(struct handle *handle) {
-    int any = handle->gradients.pending ? has_hooks(handle) : 0;
+int gradients_call_param_hooks(struct gradients *gradients) {
+    int any = gradients->pending ? has_hooks(gradients) : 0;
     if (any <= 0)
         return any;
-    PyObject *total = handle_take_received(handle);
-    int result = total ? call_hooks_unsharded(handle, total) : -1;
+    PyObject *total = gradients_take_received(gradients);
+    int result = total ? call_hooks_unsharded(gradients, total) : -1;
     if (total && result < 0)
-        show_grad_again(handle);
+        show_grad_again(gradients);
     Py_XDECREF(total);
     return result;
 }

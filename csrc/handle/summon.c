@@ -13,7 +13,7 @@ static PyObject *flat_param_key(void) {
 }
 
 static int hide_flat_param(struct handle *handle) {
-    PyObject *owner = handle->flat_param_owner, *key = flat_param_key();
+    PyObject *owner = handle->summon.flat_param_owner, *key = flat_param_key();
     if (!owner || !key || PyDict_Contains(owner, key) != 1)
         return PyErr_Occurred() ? -1 : 0;
     return PyDict_DelItem(owner, key);
@@ -21,9 +21,9 @@ static int hide_flat_param(struct handle *handle) {
 
 static int restore_flat_param(struct handle *handle) {
     PyObject *key = flat_param_key();
-    if (handle->use_orig_params || !handle->flat_param_owner || !key)
+    if (handle->param.use_orig_params || !handle->summon.flat_param_owner || !key)
         return key ? 0 : -1;
-    return PyDict_SetItem(handle->flat_param_owner, key, handle->flat_param);
+    return PyDict_SetItem(handle->summon.flat_param_owner, key, handle->param.tensor);
 }
 
 /* ---- parameters ---- */
@@ -34,7 +34,7 @@ static int require_idle(const struct handle *handle) {
     PyErr_Format(PyExc_AssertionError,
                  "Expects the handle training to be IDLE but got HandleTrainingState.%s (rank %lld, unit %S): leave "
                  "the forward, the backward or the enclosing summon_full_params() first.",
-                 training_state_name(handle->training_state), (long long)handle->layout.rank, handle->name);
+                 training_state_name(handle->training_state), (long long)handle->param.layout.rank, handle->param.name);
     return -1;
 }
 
@@ -51,15 +51,16 @@ static int leave_full_precision(struct handle *handle) {
 /* The full-precision flat parameter, right padding included, new reference; gathered unless it is there. A low-precision copy
  * that is still gathered is freed: it would be stale after a writeback. */
 static PyObject *gather(struct handle *handle) {
-    handle->summon_freed_after = handle->param_state == PARAM_SHARDED;
-    if (!handle->sharded)
-        return Py_NewRef(handle->local_shard);
-    int result = handle->forms[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
-    if (result < 0 || handle_unshard_enqueue(handle) < 0 || handle_unshard_wait(handle) < 0) {
+    handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
+    if (!handle->param.sharded)
+        return Py_NewRef(handle->storage.local_shard);
+    int result =
+        handle->storage.copies[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
+    if (result < 0 || handle_unshard_enqueue(handle) < 0 || storage_unshard_wait(&handle->storage) < 0) {
         leave_full_precision(handle);
         return NULL;
     }
-    return Py_NewRef(handle->form->full.tensor);
+    return Py_NewRef(handle->storage.copy->full.tensor);
 }
 
 static int copy_to(PyObject *tensor, PyObject *source) {
@@ -72,13 +73,11 @@ static int copy_to(PyObject *tensor, PyObject *source) {
 
 /* A Parameter whose data the user replaced is copied to where its data was. */
 static int settle_replaced(struct handle *handle, PyObject *views, int64_t param) {
-    const struct slot *slot = &handle->slots[param];
-    PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name), *view = PyTuple_GetItem(views, param),
-             *data;
+    PyObject *value = slots_value(&handle->slots, param), *view = PyTuple_GetItem(views, param), *data;
     struct tensor_view is, was;
     if (!value)
         return PyErr_Occurred() ? -1 : 0;
-    value = handle_local_value(handle, value);
+    value = slots_local_value(&handle->slots, value);
     if (tensor_view_of(value, &is) < 0 || tensor_view_of(view, &was) < 0)
         return -1;
     if (is.data == was.data || !(data = torch_data(value)))
@@ -94,7 +93,7 @@ static PyObject *part(PyObject *flat, int64_t offset, int64_t numel) {
 
 /* shard[0 .. valid) <- full[shard_start .. shard_start + valid) */
 static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full) {
-    const struct flat_layout *layout = &handle->layout;
+    const struct flat_layout *layout = &handle->param.layout;
     if (layout->shard_numel_valid == 0)
         return 0;
     PyObject *from = part(full, layout->shard_start, layout->shard_numel_valid);
@@ -106,23 +105,23 @@ static int copy_own_part(struct handle *handle, PyObject *shard, PyObject *full)
 }
 
 static int write_back(struct handle *handle) {
-    PyObject *views = handle_make_views(handle, handle->summon_full);
+    PyObject *views = flat_param_views(&handle->param, handle->summon.full);
     int result = views ? 0 : -1;
-    for (int64_t i = 0; !result && i < handle->num_params; i++)
+    for (int64_t i = 0; !result && i < handle->param.num_params; i++)
         result = settle_replaced(handle, views, i);
     Py_XDECREF(views);
-    if (result || !handle->sharded)
+    if (result || !handle->param.sharded)
         return result;
-    return copy_own_part(handle, handle->local_shard, handle->summon_full);
+    return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 
 /* No step follows that would give back what is held of it until its last use. */
 static int free_full(struct handle *handle) {
-    Py_CLEAR(handle->summon_full);
+    Py_CLEAR(handle->summon.full);
     if (leave_full_precision(handle) < 0 || handle_show_sharded(handle) < 0 ||
-        handle_reshard(handle, handle->summon_freed_after || !handle->sharded) < 0)
+        storage_reshard(&handle->storage, handle->summon.freed_after || !handle->param.sharded) < 0)
         return -1;
-    return handle->retirement ? retirement_settle(handle->retirement) : 0;
+    return handle->storage.full_free ? deferred_free_settle(handle->storage.full_free) : 0;
 }
 
 static int leave(struct handle *handle) {
@@ -141,7 +140,7 @@ static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int 
         else
             PyErr_Fetch(&type, &value, &traceback);
         if (verb(handle) < 0)
-            PyErr_WriteUnraisable(handle->name);
+            PyErr_WriteUnraisable(handle->param.name);
     }
     PyErr_Restore(type, value, traceback);
     return result;
@@ -150,41 +149,41 @@ static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int 
 int handle_summon_enter(struct handle *handle, bool writeback) {
     if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
         return -1;
-    if (!handle->skip_writeback_check && (handle_check_unheld(handle) < 0 || handle_writeback(handle) < 0))
+    if (!handle->param.skip_writeback_check && (edits_check_unheld(&handle->edits) < 0 || handle_writeback(handle) < 0))
         return -1;
     PyObject *full = gather(handle);
     if (!full)
         return -1;
-    handle->summon_writeback = writeback;
-    ref_set(&handle->summon_full, full);
+    handle->summon.writeback = writeback;
+    ref_set(&handle->summon.full, full);
     if (handle_set_training_state(handle, USE_SUMMON_FULL_PARAMS) == 0 && hide_flat_param(handle) == 0 &&
-        handle_show_full_params(handle, full) == 0)
+        slots_show_full_params(&handle->slots, full) == 0)
         return 0;
     settle_debt(handle, leave, -1);
-    handle_force_idle(handle);
+    handle_set_training_state(handle, USE_IDLE);
     return -1;
 }
 
 int handle_summon_free(struct handle *handle) {
-    return handle->summon_full ? free_full(handle) : 0;
+    return handle->summon.full ? free_full(handle) : 0;
 }
 
 int handle_summon_hide(struct handle *handle) {
-    return handle->summon_full ? leave(handle) : 0;
+    return handle->summon.full ? leave(handle) : 0;
 }
 
 int handle_summon_exit(struct handle *handle) {
     if (handle->training_state != USE_SUMMON_FULL_PARAMS)
         return 0;
     int result = 0;
-    if (handle->summon_full) {
-        if (handle->summon_writeback || !handle->sharded)
+    if (handle->summon.full) {
+        if (handle->summon.writeback || !handle->param.sharded)
             result = write_back(handle);
         result = settle_debt(handle, leave, result);
     } else {
         result = restore_flat_param(handle);
     }
-    handle_force_idle(handle);
+    handle_set_training_state(handle, USE_IDLE);
     return result;
 }
 
@@ -192,8 +191,8 @@ int handle_summon_exit(struct handle *handle) {
 
 /* On how many ranks of the group is the gradient missing? -1 on error. Collective. */
 static int64_t count_missing(struct handle *handle, bool missing) {
-    PyObject *flag = PyObject_CallMethod(handle->shard_like.tensor, "new_full", "(i)d", 1, missing ? 1.0 : 0.0);
-    PyObject *work = flag ? collective_all_reduce(&handle->shard_group, flag) : NULL;
+    PyObject *flag = PyObject_CallMethod(handle->storage.shard_like.tensor, "new_full", "(i)d", 1, missing ? 1.0 : 0.0);
+    PyObject *work = flag ? collective_all_reduce(&handle->param.shard_group, flag) : NULL;
     PyObject *count = work && collective_wait(work) == 0 ? PyObject_CallMethod(flag, "item", NULL) : NULL;
     int64_t result = count ? (int64_t)PyFloat_AsDouble(count) : -1;
     Py_XDECREF(flag);
@@ -202,78 +201,78 @@ static int64_t count_missing(struct handle *handle, bool missing) {
 }
 
 static PyObject *gather_grad(struct handle *handle, PyObject *grad) {
-    PyObject *own = PyObject_CallMethod(grad, "to", "O", handle->device);
-    PyObject *full = own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->layout.padded_numel) : NULL;
-    PyObject *work = full ? collective_all_gather(&handle->shard_group, full, own) : NULL;
+    PyObject *own = PyObject_CallMethod(grad, "to", "O", handle->param.device);
+    PyObject *full =
+        own ? PyObject_CallMethod(own, "new_empty", "(L)", (long long)handle->param.layout.padded_numel) : NULL;
+    PyObject *work = full ? collective_all_gather(&handle->param.shard_group, full, own) : NULL;
     if (!work || collective_wait(work) < 0)
         Py_CLEAR(full);
     Py_XDECREF(own);
     return full;
 }
 
-static int say_zeros(const struct handle *handle) {
-    if (!handle->verbose)
+static int warn_zeros(const struct handle *handle) {
+    if (!handle->param.verbose)
         return 0;
     return PyErr_WarnFormat(
         PyExc_UserWarning, 1,
         "[Rank %lld] Only some but not all ranks have a `None` `FlatParameter` gradient in unit %S, so that zeros "
         "stand for the missing ones",
-        (long long)handle->layout.rank, handle->name);
+        (long long)handle->param.layout.rank, handle->param.name);
 }
 
 /* The sharded flat gradient, or zeros of its dtype where only other ranks have one (parity 19). New reference. */
 static PyObject *grad_or_zeros(struct handle *handle, PyObject *grad) {
     if (grad != Py_None)
         return Py_NewRef(grad);
-    PyObject *zeros = say_zeros(handle) < 0 ? NULL : torch_empty_like(handle->local_shard);
-    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
-    if (!done || torch_set_foreign_grad(handle->flat_param, zeros) < 0)
-        Py_CLEAR(zeros);
-    Py_XDECREF(done);
-    return zeros;
+    return warn_zeros(handle) < 0 ? NULL : gradients_zeros(&handle->gradients);
 }
 
 /* New reference: the full gradient, or Py_None when no rank has one. */
 static PyObject *full_grad(struct handle *handle, PyObject *grad) {
-    if (!handle->sharded)
+    if (!handle->param.sharded)
         return Py_NewRef(grad);
     if (handle->gradients.kind == GRAD_UNSHARDED)
         return Py_NewRef(handle->gradients.unsharded);
     int64_t missing = count_missing(handle, grad == Py_None);
     if (missing < 0)
         return NULL;
-    if (missing == handle->layout.world_size)
+    if (missing == handle->param.layout.world_size)
         return Py_NewRef(Py_None);
     PyObject *own = grad_or_zeros(handle, grad);
     PyObject *full = own ? gather_grad(handle, own) : NULL;
-    if (full)
-        handle->gradients.kind = GRAD_SHARDED;
+    if (full && gradients_set_kind(&handle->gradients, GRAD_SHARDED) < 0)
+        Py_CLEAR(full);
     Py_XDECREF(own);
     return full;
 }
 
 int handle_summon_grads(struct handle *handle) {
-    PyObject *grad = torch_get_grad(handle->flat_param);
+    PyObject *grad = torch_get_grad(handle->param.tensor);
     PyObject *full = grad ? full_grad(handle, grad) : NULL;
     Py_XDECREF(grad);
     if (!full)
         return -1;
-    int result = handle_show_full_grad(handle, full);
+    int result = gradients_show_full_grad(&handle->gradients, full);
     if (!result && full != Py_None)
-        result = handle_show_wrapped_grads(handle, full);
-    ref_set(&handle->summon_grad, full);
+        result = slots_show_wrapped_grads(&handle->slots, full);
+    ref_set(&handle->summon.grad, full);
     return result;
 }
 
+static int show_flat_grad(struct handle *handle) {
+    return gradients_show_flat_grad(&handle->gradients);
+}
+
 int handle_summon_grads_exit(struct handle *handle, bool writeback) {
-    PyObject *full = handle->summon_grad, *grad = torch_get_grad(handle->flat_param);
-    handle->summon_grad = NULL;
+    PyObject *full = handle->summon.grad, *grad = torch_get_grad(handle->param.tensor);
+    handle->summon.grad = NULL;
     int result = grad ? 0 : -1;
-    bool gathered = full && full != Py_None && handle->sharded && handle->gradients.kind == GRAD_SHARDED;
+    bool gathered = full && full != Py_None && handle->param.sharded && handle->gradients.kind == GRAD_SHARDED;
     if (!result && writeback && gathered && grad != Py_None)
         result = copy_own_part(handle, grad, full);
-    if (handle->sharded)
-        result = settle_debt(handle, handle_show_flat_grad, result);
+    if (handle->param.sharded)
+        result = settle_debt(handle, show_flat_grad, result);
     Py_XDECREF(full);
     Py_XDECREF(grad);
     return result;

@@ -50,7 +50,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
     struct handle_spec spec = {0};
     PyObject *layout;
     int orig, keep, skip, verbose, offload;
-    if (inside(self)->flat_param) {
+    if (inside(self)->param.tensor) {
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
@@ -143,10 +143,10 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
     PyObject *grads = PyList_New(0);
     int result = grads ? 0 : -1;
     (void)unused;
-    if (!result && !handle->use_orig_params)
-        result = append_grad(grads, handle->flat_param);
-    for (int64_t i = 0; !result && handle->use_orig_params && i < handle->num_params; i++)
-        result = append_grad(grads, PyList_GetItem(handle->params, i));
+    if (!result && !handle->param.use_orig_params)
+        result = append_grad(grads, handle->param.tensor);
+    for (int64_t i = 0; !result && handle->param.use_orig_params && i < handle->param.num_params; i++)
+        result = append_grad(grads, PyList_GetItem(handle->param.params, i));
     if (result < 0)
         Py_CLEAR(grads);
     return grads;
@@ -155,8 +155,9 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
 static PyObject *show_sharded(PyObject *self, PyObject *unused) {
     struct handle *handle = inside(self);
     (void)unused;
-    handle->shown = SHOWN_NOTHING;
-    if ((handle->use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
+    if (slots_show_nothing(&handle->slots) < 0)
+        return NULL;
+    if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
         return NULL;
     return none_or_error(handle_show_sharded(handle));
 }
@@ -188,7 +189,7 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
     (void)unused;
     if (!handle || handle_unshard_enqueue(handle) < 0)
         return NULL;
-    return none_or_error(handle_unshard_wait(handle));
+    return none_or_error(storage_unshard_wait(&handle->storage));
 }
 
 /* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for others. */
@@ -200,8 +201,8 @@ static PyObject *only_argument(PyObject *args, PyObject *kwargs, const char *nam
 
 /* The steps of unshard, under upstream's names: for code that takes its place (H-017). */
 
-static PyObject *padded_unsharded(struct handle *handle) {
-    return Py_NewRef(handle->form->is_local ? handle->local_shard : handle->form->full.tensor);
+static PyObject *padded_unsharded(const struct handle *handle) {
+    return Py_NewRef(storage_full(&handle->storage));
 }
 
 static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
@@ -218,7 +219,7 @@ static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_Format(
             PyExc_ValueError,
             "rank %lld, unit %S: parameters are gathered into what _alloc_padded_unsharded_flat_param returned",
-            (long long)handle->layout.rank, handle->name);
+            (long long)handle->param.layout.rank, handle->param.name);
         Py_CLEAR(full);
     }
     return full;
@@ -227,20 +228,20 @@ static PyObject *all_gather(PyObject *self, PyObject *args, PyObject *kwargs) {
 /* Without sharding there is nothing to gather, and this is the only step. */
 static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs) {
     struct handle *handle = only_argument(args, kwargs, "padded_unsharded_flat_param") ? ready(self) : NULL;
-    if (!handle || (!handle->sharded && handle_unshard_enqueue(handle) < 0))
+    if (!handle || (!handle->param.sharded && handle_unshard_enqueue(handle) < 0))
         return NULL;
-    return none_or_error(handle_unshard_wait(handle));
+    return none_or_error(storage_unshard_wait(&handle->storage));
 }
 
 static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
     (void)unused;
-    return PyBool_FromLong(inside(self)->sharded && inside(self)->param_state == PARAM_SHARDED);
+    return PyBool_FromLong(inside(self)->param.sharded && inside(self)->storage.param_state == PARAM_SHARDED);
 }
 
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *free_storage = only_argument(args, kwargs, "free_unsharded_flat_param");
     int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
-    return none_or_error(wanted < 0 ? -1 : handle_reshard(inside(self), wanted));
+    return none_or_error(wanted < 0 ? -1 : storage_reshard(&inside(self)->storage, wanted));
 }
 
 static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
@@ -251,11 +252,11 @@ static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
 }
 
 static PyObject *fake_all_gather(PyObject *self, PyObject *group) {
-    return none_or_error(collective_fake_all_gather(&inside(self)->shard_group, group));
+    return none_or_error(collective_fake_all_gather(&inside(self)->param.shard_group, group));
 }
 
 static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
-    return none_or_error(collective_fake_reduce_scatter(&inside(self)->shard_group, group));
+    return none_or_error(collective_fake_reduce_scatter(&inside(self)->param.shard_group, group));
 }
 
 static PyMethodDef methods[] = {
@@ -291,20 +292,20 @@ static PyMethodDef methods[] = {
 /* ---- attributes ---- */
 
 static PyObject *get_flat_param(PyObject *self, void *unused) {
-    PyObject *flat_param = inside(self)->flat_param;
+    PyObject *flat_param = inside(self)->param.tensor;
     (void)unused;
     return Py_NewRef(flat_param ? flat_param : Py_None);
 }
 
 static PyObject *get_layout(PyObject *self, void *unused) {
-    PyObject *layout = inside(self)->layout_owner;
+    PyObject *layout = inside(self)->param.layout_owner;
     (void)unused;
     return Py_NewRef(layout ? layout : Py_None);
 }
 
 static PyObject *get_param_state(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLong(inside(self)->param_state);
+    return PyLong_FromLong(inside(self)->storage.param_state);
 }
 
 static PyObject *get_training_state(PyObject *self, void *unused) {
@@ -314,11 +315,11 @@ static PyObject *get_training_state(PyObject *self, void *unused) {
 
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLongLong(handle_unsharded_nbytes(inside(self)));
+    return PyLong_FromLongLong(storage_unsharded_nbytes(&inside(self)->storage));
 }
 
 static PyObject *get_local_shard(PyObject *self, void *unused) {
-    PyObject *shard = inside(self)->local_shard;
+    PyObject *shard = inside(self)->storage.local_shard;
     (void)unused;
     return Py_NewRef(shard ? shard : Py_None);
 }
@@ -330,21 +331,17 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
 }
 
 static PyObject *get_sharded_grad(PyObject *self, void *unused) {
-    const struct handle *handle = inside(self);
-    const struct gradients *gradients = &handle->gradients;
     (void)unused;
-    if (gradients->in_backward && gradients->saved_shard && handle->sharded)
-        return Py_NewRef(handle->offload && gradients->offloaded ? gradients->offloaded : gradients->saved_shard);
-    return handle->flat_param ? torch_get_grad(handle->flat_param) : Py_NewRef(Py_None);
+    return gradients_sharded(&inside(self)->gradients);
 }
 
 static PyObject *get_op_id(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLongLong(inside(self)->op_id);
+    return PyLong_FromLongLong(inside(self)->param.op_id);
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {
-    PyObject *name = inside(self)->name;
+    PyObject *name = inside(self)->param.name;
     (void)unused;
     return Py_NewRef(name ? name : Py_None);
 }
@@ -355,7 +352,7 @@ static int set_name(PyObject *self, PyObject *name, void *unused) {
         PyErr_SetString(PyExc_TypeError, "the name of a unit is a str");
         return -1;
     }
-    ref_set(&inside(self)->name, Py_NewRef(name));
+    flat_param_rename(&inside(self)->param, name);
     return 0;
 }
 
@@ -369,7 +366,7 @@ static int set_optimizer_in_backward(PyObject *self, PyObject *value, void *unus
     (void)unused;
     if (truth < 0)
         return -1;
-    inside(self)->optimizer_in_backward = truth;
+    handle_set_optimizer_in_backward(inside(self), truth);
     return 0;
 }
 

@@ -27,9 +27,9 @@ static int unshard_for_backward(struct unit *unit) {
     if (prefetch_before_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
-    if (handle->use_orig_params && handle_show_views(handle) < 0)
+    if (handle->param.use_orig_params && handle_show_views(handle) < 0)
         return -1;
-    return handle_prepare_gradient(handle);
+    return gradients_prepare(&handle->gradients);
 }
 
 /* Gathered for this backward already; unless its gradients have come since and this is another graph over it, as reentrant
@@ -68,7 +68,8 @@ int unit_pre_backward(struct unit *unit) {
 /* Under no_sync a strategy that does not reshard after forward stays gathered (D-070). */
 static int reshard_in_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
-    bool free_storage = !handle->sharded || unit->sync_gradients || handle_reshards_after_forward(handle);
+    bool free_storage =
+        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
     return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
@@ -91,7 +92,8 @@ static int free_and_prefetch(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || watch(unit, Py_None) < 0 || handle_pack(unit->handle) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || watch(unit, Py_None) < 0 ||
+        gradients_pack(&unit->handle->gradients) < 0)
         return -1;
     if (free_and_prefetch(unit) < 0)
         return -1;
@@ -100,19 +102,19 @@ static int reduce(struct unit *unit) {
 }
 
 static int keep_unsharded(struct unit *unit) {
-    return handle_accumulate_unsharded(unit->handle) < 0 ? -1 : free_and_prefetch(unit);
+    return gradients_accumulate_unsharded(&unit->handle->gradients) < 0 ? -1 : free_and_prefetch(unit);
 }
 
 /* A hook of the user's has set the flat parameter's `.grad` to None. */
 static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (!unit->sync_gradients || !handle->sharded || handle->gradients.saved_shard)
+    if (!unit->sync_gradients || !handle->param.sharded || handle->gradients.saved_shard)
         return free_and_prefetch(unit);
     PyErr_Format(
         PyExc_AssertionError,
         "rank %lld, unit %S: a hook of its flat parameter has set .grad to None before the gradient was reduced, "
         "which the other ranks wait for: zero the gradient instead, or clear it after backward()",
-        (long long)handle->layout.rank, unit->name);
+        (long long)handle->param.layout.rank, unit->name);
     return -1;
 }
 
@@ -120,11 +122,11 @@ static int post_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (runtime_queue_final_callback(unit->runtime) < 0)
         return -1;
-    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || handle_prepare_gradient(handle) < 0)
+    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || gradients_prepare(&handle->gradients) < 0)
         return -1;
-    if (handle_call_param_hooks(handle) < 0)
+    if (gradients_call_param_hooks(&handle->gradients) < 0)
         return -1;
-    if (!handle_has_new_gradients(handle))
+    if (!gradients_have_new(&handle->gradients))
         return post_backward_without_gradient(unit);
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
 }
@@ -132,7 +134,7 @@ static int post_backward(struct unit *unit) {
 /* Helps to find out which hooks do not run, under some ways of checkpointing (D-065). */
 static int say_post_backward(const struct unit *unit) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    if (!unit->handle->use_orig_params || !module || module == Py_None)
+    if (!unit->handle->param.use_orig_params || !module || module == Py_None)
         return 0;
     PyObject *done = PyObject_CallMethod(module, "_log_post_backward", NULL);
     Py_XDECREF(done);
@@ -140,12 +142,12 @@ static int say_post_backward(const struct unit *unit) {
 }
 
 int unit_post_backward(struct unit *unit) {
-    if (!unit->runtime || !unit->handle || !handle_has_new_gradients(unit->handle))
+    if (!unit->runtime || !unit->handle || !gradients_have_new(&unit->handle->gradients))
         return 0;
     bool enabled = torch_grad_enabled();
     PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook");
     torch_set_grad_enabled(false);
-    int result = unit->handle->verbose ? say_post_backward(unit) : 0;
+    int result = unit->handle->param.verbose ? say_post_backward(unit) : 0;
     if (!result)
         result = post_backward(unit);
     torch_set_grad_enabled(enabled);

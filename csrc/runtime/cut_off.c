@@ -50,7 +50,7 @@ PyObject *runtime_take_cut_off(struct runtime *runtime) {
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         note_left_out(unit);
-        if (was_cut_off(unit) && PyList_Append(names, unit->handle->name) < 0)
+        if (was_cut_off(unit) && PyList_Append(names, unit->handle->param.name) < 0)
             Py_CLEAR(names);
     }
     runtime->any_cut_off = false;
@@ -85,7 +85,7 @@ int runtime_tell_of_left_out(struct runtime *runtime) {
     PyObject *names = PyList_New(0);
     for (int64_t i = 0; names && i < runtime->num_units; i++) {
         int left_out = is_still_left_out(runtime->units[i]);
-        if (left_out < 0 || (left_out && PyList_Append(names, runtime->units[i]->handle->name) < 0))
+        if (left_out < 0 || (left_out && PyList_Append(names, runtime->units[i]->handle->param.name) < 0))
             Py_CLEAR(names);
     }
     int result = names ? tell(runtime, "_warn_of_units_left_out", names) : -1;

@@ -11,13 +11,13 @@ static PyObject *apply; /* owned for ever; the function class's C apply: torch's
 /* forward(context, anchor, token) -> the unit's views. The frozen ones among them get no gradient. */
 static PyObject *frozen_views(const struct handle *handle) {
     PyObject *frozen = NULL;
-    for (int64_t i = 0; handle->use_orig_params && i < handle->num_params; i++) {
-        int requires_grad = torch_requires_grad(PyList_GetItem(handle->params, i));
+    for (int64_t i = 0; handle->param.use_orig_params && i < handle->param.num_params; i++) {
+        int requires_grad = torch_requires_grad(PyList_GetItem(handle->param.params, i));
         if (requires_grad > 0)
             continue;
         if (requires_grad < 0 || (!frozen && !(frozen = PyList_New(0))))
             return NULL;
-        if (PyList_Append(frozen, PyTuple_GetItem(handle->form->views, i)) < 0) {
+        if (PyList_Append(frozen, PyTuple_GetItem(handle->storage.copy->views, i)) < 0) {
             Py_DECREF(frozen);
             return NULL;
         }
@@ -43,7 +43,7 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
-    return result < 0 ? NULL : Py_NewRef(unit->handle->form->views);
+    return result < 0 ? NULL : Py_NewRef(unit->handle->storage.copy->views);
 }
 
 /* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
@@ -59,7 +59,7 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
             PyErr_Format(PyExc_RuntimeError,
                          "FSDP does not support gradients of gradients (rank %lld, unit %S): call backward() without "
                          "create_graph=True",
-                         (long long)unit->handle->layout.rank, unit->name);
+                         (long long)unit->handle->param.layout.rank, unit->name);
         return -1;
     }
     return 0;
@@ -83,9 +83,9 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
         result = stream_follow(&unit->runtime->schedule.streams);
     if (!result)
         result = watch(unit, args);
-    bool again = handle_has_new_gradients(unit->handle);
+    bool again = gradients_have_new(&unit->handle->gradients);
     if (!result)
-        result = handle_receive(unit->handle, args);
+        result = gradients_receive(&unit->handle->gradients, args);
     if (!result && again) /* the earlier ones were added up here, and may have been made under another stream */
         result = stream_give_back(&unit->runtime->schedule.streams);
     return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
@@ -152,7 +152,7 @@ static PyObject *accumulation_node(PyObject *leaf) {
 
 static int make_anchor(struct unit *unit) {
     PyObject *removable = NULL;
-    PyObject *anchor = torch_empty(1, unit->handle->form->dtype, unit->handle->device);
+    PyObject *anchor = torch_empty(1, unit->handle->storage.copy->dtype, unit->handle->param.device);
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         goto fail;
     if (!(unit->anchor_node = accumulation_node(anchor)))
@@ -175,8 +175,8 @@ fail:
 /* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of more of them. */
 static int forget_hooks(struct unit *unit) {
     int registered = torch_hooks_registered_since(&unit->hooks_seen);
-    for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(unit->handle->form->views); i++) {
-        PyObject *view = PyTuple_GetItem(unit->handle->form->views, i);
+    for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(unit->handle->storage.copy->views); i++) {
+        PyObject *view = PyTuple_GetItem(unit->handle->storage.copy->views, i);
         PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
         if (!hooks || (hooks != Py_None && PyObject_SetAttr(view, torch_names._backward_hooks, Py_None) < 0))
             registered = -1;
@@ -214,9 +214,9 @@ static int detach_view(PyObject *view) {
 }
 
 /* A view that keeps its node keeps the whole unit for ever: one failure is not the end. */
-static int detach_form(const struct form *form, int64_t num_params) {
-    for (int64_t i = 0; form->views && i < num_params; i++) {
-        PyObject *view = PyTuple_GetItem(form->views, i);
+static int detach_copy(const struct precision_copy *copy, int64_t num_params) {
+    for (int64_t i = 0; copy->views && i < num_params; i++) {
+        PyObject *view = PyTuple_GetItem(copy->views, i);
         if (detach_view(view) == 0)
             continue;
         PyErr_Clear();
@@ -233,7 +233,7 @@ int unit_detach_views(struct unit *unit) {
     if (handle_unwrap_views(unit->handle) < 0)
         return -1;
     for (int i = 0; i < PRECISIONS; i++)
-        if (detach_form(&unit->handle->forms[i], unit->handle->num_params) < 0)
+        if (detach_copy(&unit->handle->storage.copies[i], unit->handle->param.num_params) < 0)
             return -1;
     return 0;
 }

@@ -38,7 +38,7 @@ int order_record_post_forward(struct unit *unit) {
 }
 
 static bool can_prefetch(const struct unit *unit) {
-    return !unit->prefetched && unit->handle->param_state == PARAM_SHARDED;
+    return !unit->prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
 }
 
 static struct unit *next_forward(const struct unit *unit) {
@@ -133,7 +133,7 @@ int unit_unshard(struct unit *unit) {
         PyErr_Format(PyExc_RuntimeError,
                      "rank %lld, unit %S: its full parameters are summoned: gather it ahead outside "
                      "of summon_full_params",
-                     (long long)handle->layout.rank, unit->name);
+                     (long long)handle->param.layout.rank, unit->name);
         return -1;
     }
     if (begin_step_alone(unit) < 0 || precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)

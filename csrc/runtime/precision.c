@@ -14,7 +14,7 @@ int unit_is_training(const struct unit *unit) {
 
 static int use(struct unit *unit, enum precision precision) {
     struct handle *handle = unit->handle;
-    if (handle->form == &handle->forms[precision])
+    if (storage_precision(&handle->storage) == precision)
         return 0;
     return schedule_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
 }
@@ -28,7 +28,8 @@ int precision_for_forward(struct unit *unit) {
     unit->evaluating = !training;
     if (!unit->handle)
         return 0;
-    return use(unit, !training && handle_has_mixed_precision(unit->handle) ? PRECISION_FULL : PRECISION_COMPUTE);
+    return use(unit,
+               !training && storage_has_mixed_precision(&unit->handle->storage) ? PRECISION_FULL : PRECISION_COMPUTE);
 }
 
 int precision_for_backward(struct unit *unit) {

@@ -81,7 +81,7 @@ int replaced_get_handle_to_prefetch(struct unit *unit, struct unit **chosen) {
         PyErr_Format(PyExc_TypeError,
                      "rank %lld, unit %S: the function in place of _get_handle_to_prefetch returned %R: return the "
                      "handle of a unit below the same root, or None",
-                     (long long)unit->handle->layout.rank, unit->name, handle);
+                     (long long)unit->handle->param.layout.rank, unit->name, handle);
     int result = handle && (handle == Py_None || *chosen) ? 0 : -1;
     Py_XDECREF(handle);
     return result;
@@ -93,7 +93,7 @@ static int refuse_sharded(const struct unit *unit) {
         "rank %lld, unit %S: the function in place of FlatParamHandle.unshard has not gathered the parameters: "
         "call the original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
         "_use_unsharded_flat_param",
-        (long long)unit->handle->layout.rank, unit->name);
+        (long long)unit->handle->param.layout.rank, unit->name);
     return -1;
 }
 
@@ -101,7 +101,7 @@ int replaced_unshard(struct unit *unit) {
     PyObject *function = Py_NewRef(replaced[REPLACED_UNSHARD]);
     int failed = done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
     Py_DECREF(function);
-    if (!failed && unit->handle->param_state != PARAM_SHARDED)
+    if (!failed && unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
     if (!failed)
         refuse_sharded(unit);

@@ -22,9 +22,11 @@ static int bind_unit(struct runtime *runtime, struct unit *unit, bool is_root) {
 }
 
 static void share(struct schedule *schedule, struct handle *handle) {
-    handle->retirement = schedule ? &schedule->unsharded : NULL;
-    handle->input_retirement = schedule ? &schedule->inputs : NULL;
-    handle->pool = schedule ? &schedule->pool : NULL;
+    struct storage *storage = &handle->storage;
+    if (schedule)
+        storage_share(storage, &schedule->unsharded, &schedule->inputs, &schedule->pool);
+    else
+        storage_share(storage, NULL, NULL, NULL);
 }
 
 /* The streams are those of the device where the first unit with parameters computes. */
@@ -35,7 +37,7 @@ static int init_schedule(struct runtime *runtime) {
         first++;
     if (first == runtime->num_units)
         return 0;
-    if (schedule_init(schedule, runtime->units[first]->handle->device) < 0)
+    if (schedule_init(schedule, runtime->units[first]->handle->param.device) < 0)
         return -1;
     for (int64_t i = first; i < runtime->num_units && streams_are_real(&schedule->streams); i++)
         if (runtime->units[i]->handle)
@@ -197,9 +199,9 @@ int runtime_queue_final_callback(struct runtime *runtime) {
 /* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
 static int step_in_backward(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->offload && schedule_synchronize(schedule) < 0))
+    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
         return -1;
-    if (handle_hand_over(unit->handle) < 0)
+    if (gradients_hand_over(&unit->handle->gradients) < 0)
         return -1;
     unit->stepped_in = schedule->num_begins;
     PyObject *done = PyObject_CallMethod(unit->handle_object, "step_in_backward", NULL);
@@ -236,13 +238,14 @@ static int reset_flags(struct unit *unit) {
 
 static int reshard_at_the_end(struct unit *unit) {
     struct handle *handle = unit->handle;
-    bool free_storage = !handle->sharded || unit->sync_gradients || handle_reshards_after_forward(handle);
+    bool free_storage =
+        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
     return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
 static int finalise_handle(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (handle->gradients.in_backward && handle_hand_over(handle) < 0)
+    if (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0)
         return -1;
     return handle_set_training_state(handle, USE_IDLE);
 }
@@ -252,9 +255,9 @@ static int finalise_handle(struct unit *unit) {
 static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
     if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced)
         return 0;
-    if (handle_prepare_gradient(unit->handle) < 0 || !unit->handle->gradients.unreduced)
+    if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
-    if (watch(unit, Py_None) < 0 || handle_pack(unit->handle) < 0)
+    if (watch(unit, Py_None) < 0 || gradients_pack(&unit->handle->gradients) < 0)
         return -1;
     runtime->reducing = unit;
     return schedule_reduce(unit) < 0 ? -1 : runtime_finish_reduction(runtime);
@@ -284,7 +287,7 @@ static int finalise_units(struct runtime *runtime) {
         struct unit *unit = runtime->units[i];
         if (unit->handle && ends(unit) && reshard_at_the_end(unit) < 0)
             return -1;
-        offload = offload || (unit->handle && unit->handle->offload);
+        offload = offload || (unit->handle && unit->handle->storage.offload);
     }
     if (offload && schedule_synchronize(&runtime->schedule) < 0) /* an optimizer on the CPU may step next */
         return -1;
@@ -327,7 +330,7 @@ int runtime_final_callback(struct runtime *runtime) {
 int runtime_release(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct handle *handle = runtime->units[i]->handle;
-        if (handle && (handle_reshard(handle, true) < 0 || handle_show_sharded(handle) < 0))
+        if (handle && (storage_reshard(&handle->storage, true) < 0 || handle_show_sharded(handle) < 0))
             return -1;
     }
     return runtime_clear(runtime);
@@ -349,8 +352,8 @@ static int reset(struct runtime *runtime) {
             return -1;
         if (handle) {
             if (handle->gradients.in_backward)
-                handle_drop_gradients(handle);
-            handle_force_idle(handle);
+                gradients_drop(&handle->gradients);
+            handle_set_training_state(handle, USE_IDLE);
             if (schedule_reshard(unit, true) < 0 || handle_show_sharded(handle) < 0)
                 return -1;
         }

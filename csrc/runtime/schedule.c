@@ -6,9 +6,9 @@
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
     schedule->unsharded =
-        (struct retirement){.streams = &schedule->streams, .owner = STREAM_UNSHARD, .user = STREAM_COMPUTE};
+        (struct deferred_free){.streams = &schedule->streams, .owner = STREAM_UNSHARD, .user = STREAM_COMPUTE};
     schedule->inputs =
-        (struct retirement){.streams = &schedule->streams, .owner = STREAM_PRE_UNSHARD, .user = STREAM_UNSHARD};
+        (struct deferred_free){.streams = &schedule->streams, .owner = STREAM_PRE_UNSHARD, .user = STREAM_UNSHARD};
     return streams_init(&schedule->streams, device) < 0 ? -1 : pool_init(&schedule->pool, device);
 }
 
@@ -43,13 +43,12 @@ static int64_t units_at_a_time(const struct runtime *runtime) {
 }
 
 static bool has_storage_to_take(const struct unit *unit) {
-    const struct handle *handle = unit->handle;
-    return handle && !handle->form->is_local && handle->param_state == PARAM_SHARDED && !handle->form->full.allocated;
+    return unit->handle && storage_wants_memory(&unit->handle->storage);
 }
 
 /* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
 static bool stays_gathered(const struct unit *unit) {
-    return unit->is_root || (unit->handle->sharded && !handle_reshards_after_forward(unit->handle));
+    return unit->is_root || (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
 }
 
 /* The largest among the units that give their storage back in a step; NULL when all have some. */
@@ -59,7 +58,7 @@ static struct unit *next_to_take(const struct runtime *runtime) {
         struct unit *unit = runtime->units[i];
         if (!has_storage_to_take(unit) || stays_gathered(unit))
             continue;
-        if (!largest || unit->handle->form->full.nbytes > largest->handle->form->full.nbytes)
+        if (!largest || unit->handle->storage.copy->full.nbytes > largest->handle->storage.copy->full.nbytes)
             largest = unit;
     }
     return largest;
@@ -69,11 +68,11 @@ static int take_all(struct runtime *runtime) {
     struct unit *unit;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         unit = runtime->units[i];
-        if (has_storage_to_take(unit) && stays_gathered(unit) && handle_reserve(unit->handle) < 0)
+        if (has_storage_to_take(unit) && stays_gathered(unit) && storage_reserve(&unit->handle->storage) < 0)
             return -1;
     }
     for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_to_take(runtime)); i--)
-        if (handle_reserve(unit->handle) < 0)
+        if (storage_reserve(&unit->handle->storage) < 0)
             return -1;
     return 0;
 }
@@ -81,7 +80,7 @@ static int take_all(struct runtime *runtime) {
 static int give_all_back(struct runtime *runtime) {
     int result = 0;
     for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle && handle_release_reserved(runtime->units[i]->handle) < 0)
+        if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
             result = -1;
     return result;
 }
@@ -175,28 +174,24 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
 
 /* The shard is the whole, where computation is: nothing is enqueued. */
 static bool is_there(const struct unit *unit) {
-    return unit->handle->form->is_local && !replaced[REPLACED_UNSHARD];
+    return unit->handle->storage.copy->is_local && !replaced[REPLACED_UNSHARD];
 }
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
  * after that, and after a step of the unit's optimizers in this backward. */
 static int take_changes(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    struct handle *handle = unit->handle;
-    bool has_stepped = unit->stepped_in == schedule->num_begins;
-    handle->changes_taken = false;
-    if (handle_take_changes(handle) < 0)
+    bool has_stepped = unit->stepped_in == schedule->num_begins, copied;
+    if (handle_take_changes(unit->handle, &copied) < 0)
         return -1;
-    bool is_behind = handle->copied_changes || has_stepped;
-    handle->copied_changes = false;
-    return is_behind ? schedule_begin_step(schedule) : 0;
+    return copied || has_stepped ? schedule_begin_step(schedule) : 0;
 }
 
 /* What the gather reads is made beside the gather before it, and while the host waits for the limiter. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
-    if (!streams_are_real(streams) || !handle_gather_input(unit->handle))
+    if (!streams_are_real(streams) || !storage_gather_input(&unit->handle->storage))
         return 0;
     if (stream_enter(streams, STREAM_PRE_UNSHARD) < 0)
         return -1;
@@ -207,7 +202,7 @@ static int make_input(struct unit *unit) {
         return -1;
     if (stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made) < 0)
         return -1;
-    schedule->uploading = schedule->uploading || unit->handle->offload;
+    schedule->uploading = schedule->uploading || unit->handle->storage.offload;
     return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
 }
 
@@ -219,8 +214,8 @@ static int prepare_gather(struct unit *unit) {
 
 static int retire_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    struct buffer *input = handle_gather_input(unit->handle);
-    return input && streams_are_real(&schedule->streams) ? retirement_add(&schedule->inputs, input) : 0;
+    struct buffer *input = storage_gather_input(&unit->handle->storage);
+    return input && streams_are_real(&schedule->streams) ? deferred_free_add(&schedule->inputs, input) : 0;
 }
 
 static int gather(struct unit *unit) {
@@ -232,8 +227,8 @@ static int gather(struct unit *unit) {
 int schedule_unshard(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
-    if (unit->handle->param_state != PARAM_SHARDED)
-        return handle_check_views(unit->handle);
+    if (unit->handle->storage.param_state != PARAM_SHARDED)
+        return edits_check_views(&unit->handle->edits);
     if (is_there(unit))
         return handle_unshard_enqueue(unit->handle);
     if (prepare_gather(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
@@ -252,19 +247,19 @@ int schedule_unshard(struct unit *unit) {
 int schedule_wait_unsharded(struct unit *unit) {
     bool pending = unit->gather_pending;
     unit->gather_pending = false;
-    if (handle_unshard_wait(unit->handle) < 0)
+    if (storage_unshard_wait(&unit->handle->storage) < 0)
         return explain_failure(unit, gather_phase(unit), true);
     return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
 }
 
 int schedule_reshard(struct unit *unit, bool free_storage) {
     struct schedule *schedule = &unit->runtime->schedule;
-    bool held = unit->handle->param_state != PARAM_SHARDED;
+    bool held = unit->handle->storage.param_state != PARAM_SHARDED;
     if (schedule_wait_unsharded(unit) < 0) /* gathered ahead for nothing */
         return -1;
     if (replaced[REPLACED_RESHARD] && replaced_reshard(unit, free_storage) < 0)
         return -1;
-    if (handle_reshard(unit->handle, free_storage) < 0)
+    if (storage_reshard(&unit->handle->storage, free_storage) < 0)
         return -1;
     return held && free_storage && !is_there(unit) ? limiter_note_free(schedule) : 0;
 }
@@ -280,10 +275,10 @@ int schedule_reduce(struct unit *unit) {
         return -1;
     if (stream_enter(streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    int result = handle_reduce_enqueue(unit->handle);
+    int result = gradients_reduce_enqueue(&unit->handle->gradients);
     if (result < 0)
         explain_failure(unit, LEDGER_REDUCE, false);
-    else if (handle_reduces_twice(unit->handle))
+    else if (gradients_reduce_twice(&unit->handle->gradients))
         result = stream_record(streams, STREAM_POST_BACKWARD, &schedule->scattered);
     return stream_leave(streams) < 0 ? -1 : result;
 }
@@ -292,7 +287,7 @@ static int finish_on(struct unit *unit, enum stream_role role, stream_event *end
     struct streams *streams = &unit->runtime->schedule.streams;
     if (stream_enter(streams, role) < 0)
         return -1;
-    int result = handle_reduce_finish(unit->handle);
+    int result = gradients_reduce_finish(&unit->handle->gradients);
     if (result < 0)
         explain_failure(unit, LEDGER_REDUCE, true);
     else
@@ -316,7 +311,7 @@ static int finish_hybrid_reduction(struct unit *unit) {
         finish_on(unit, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
         return -1;
     schedule->reducing = true;
-    schedule->scattered_output = handle_take_reduce_output(unit->handle);
+    schedule->scattered_output = gradients_take_reduce_output(&unit->handle->gradients);
     return stream_wait(streams, STREAM_COMPUTE, schedule->scattered);
 }
 
@@ -324,7 +319,7 @@ int schedule_finish_reduction(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
     int result;
-    if (streams_are_real(streams) && handle_reduces_twice(unit->handle)) {
+    if (streams_are_real(streams) && gradients_reduce_twice(&unit->handle->gradients)) {
         result = finish_hybrid_reduction(unit);
     } else {
         result = finish_on(unit, STREAM_POST_BACKWARD, &schedule->reduced);
@@ -332,7 +327,7 @@ int schedule_finish_reduction(struct unit *unit) {
             result = stream_wait(streams, STREAM_COMPUTE, schedule->reduced);
     }
     if (!result)
-        handle_reduce_release(unit->handle);
+        gradients_reduce_release(&unit->handle->gradients);
     return result;
 }
 
@@ -364,7 +359,7 @@ static int wait_for_uploads(struct schedule *schedule) {
 
 int schedule_settle(struct schedule *schedule) {
     int result = schedule_wait_reduced(schedule) < 0 ? -1 : wait_for_uploads(schedule);
-    if (retirement_settle(&schedule->unsharded) < 0 || retirement_settle(&schedule->inputs) < 0)
+    if (deferred_free_settle(&schedule->unsharded) < 0 || deferred_free_settle(&schedule->inputs) < 0)
         result = -1;
     return result;
 }

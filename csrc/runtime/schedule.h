@@ -12,14 +12,14 @@
  *   COMPUTE        |wait scattered| release the input ... |wait all_reduced| at the end
  *
  * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: what is
- * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (retirement.h),
+ * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (deferred_free.h),
  * and so is the output of a reduce-scatter; a reduction's input is released when the compute stream waits for it; what a side
  * stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or packed first. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
+#include "torch/deferred_free.h"
 #include "torch/pool.h"
-#include "torch/retirement.h"
 #include "torch/stream.h"
 
 enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
@@ -29,7 +29,7 @@ struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
     stream_event input_made, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
-    struct retirement unsharded, inputs;                                      /* of gathers */
+    struct deferred_free unsharded, inputs;                                   /* of gathers */
     int64_t num_begins;                                                       /* of steps, from 1 on */
     bool uploading;             /* the host has not waited for what reads its memory */
     bool reducing;              /* the compute stream has not waited for `all_reduced` */

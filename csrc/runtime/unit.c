@@ -95,7 +95,7 @@ static const struct handle *handle_or_first(const struct unit *unit) {
 /* For messages; -1 where there are no parameters. */
 static long long unit_rank(const struct unit *unit) {
     const struct handle *handle = handle_or_first(unit);
-    return handle ? (long long)handle->layout.rank : -1;
+    return handle ? (long long)handle->param.layout.rank : -1;
 }
 
 int unit_set_training_state(struct unit *unit, enum training_state state) {
@@ -143,7 +143,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
         PyErr_Clear();
         return false;
     }
-    if (mover && !is_on(&view, &mover->compute_view))
+    if (mover && !is_on(&view, &mover->storage.compute_view))
         return false;
     if (!cast)
         return true;
@@ -173,7 +173,7 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
 /* A root casts as a root, and any unit with parameters as a unit (D-023, D-031). */
 static bool casts_inputs(const struct unit *unit) {
     const struct handle *handle = unit->handle;
-    if (!unit->param_dtype || (handle && handle->form == &handle->forms[PRECISION_FULL]))
+    if (!unit->param_dtype || (handle && storage_precision(&handle->storage) == PRECISION_FULL))
         return false;
     if (unit->is_root && unit->cast_root_forward_inputs && !unit->evaluating)
         return true;
@@ -187,7 +187,7 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool cast = casts_inputs(unit);
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
-    PyObject *converted = call_tree("convert_inputs", *args, *kwargs, mover ? mover->device : Py_None,
+    PyObject *converted = call_tree("convert_inputs", *args, *kwargs, mover ? mover->param.device : Py_None,
                                     cast ? unit->param_dtype : Py_None);
     if (!converted)
         return -1;
@@ -219,10 +219,10 @@ static bool recomputing(const struct unit *unit) {
 
 /* 1 when any parameter of the unit requires grad. */
 static int is_trainable(const struct handle *handle) {
-    if (!handle->use_orig_params)
-        return torch_requires_grad(handle->flat_param);
-    for (int64_t i = 0; i < handle->num_params; i++) {
-        int requires_grad = torch_requires_grad(PyList_GetItem(handle->params, i));
+    if (!handle->param.use_orig_params)
+        return torch_requires_grad(handle->param.tensor);
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        int requires_grad = torch_requires_grad(PyList_GetItem(handle->param.params, i));
         if (requires_grad)
             return requires_grad;
     }
@@ -282,7 +282,7 @@ static int begin_forward(struct unit *unit) {
     if (unit_set_training_state(unit, USE_FORWARD) == 0)
         return 0;
     if (unit->handle)
-        handle_force_idle(unit->handle);
+        handle_set_training_state(unit->handle, USE_IDLE);
     return -1;
 }
 
@@ -429,7 +429,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
         return unit_note_cut_off(unit);
     unit->needs_pre_backward_unshard = hooked > 0 && unit->handle;
     if (unit->needs_pre_backward_unshard)
-        unit->graph_precision = (enum precision)(unit->handle->form - unit->handle->forms);
+        unit->graph_precision = storage_precision(&unit->handle->storage);
     return result;
 }
 
@@ -437,8 +437,8 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
 static int reshard_after_forward(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool expected = unit->needs_pre_backward_unshard;
-    bool keeps = handle->sharded && !handle_reshards_after_forward(handle);
-    bool free_storage = !handle->sharded || !expected || (!unit->is_root && !keeps);
+    bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
+    bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
     if (order_record_post_forward(unit) < 0 || schedule_reshard(unit, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
@@ -489,7 +489,7 @@ static void abandon_forward(struct unit *unit) {
     if (unit->handle) {
         schedule_reshard(unit, true);
         handle_show_sharded(unit->handle);
-        handle_force_idle(unit->handle);
+        handle_set_training_state(unit->handle, USE_IDLE);
     }
     if (unit->is_root && !unit->runtime->callback_queued)
         runtime_reset(unit->runtime);

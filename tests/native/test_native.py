@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +15,9 @@ CSRC = NATIVE.parents[1] / "csrc"
 PROGRAMS = sorted(NATIVE.glob("test_*.c"))
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
 TIMEOUT_S = 1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120
+# Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
+DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
+INCLUDES = [f"-I{CSRC}", f"-I{NATIVE}", f"-I{sysconfig.get_paths()['include']}"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
 
 
@@ -57,7 +61,7 @@ def linked_sources(source: Path) -> list[str]:
 @pytest.mark.parametrize("source", PROGRAMS, ids=lambda source: source.stem)
 def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str], tmp_path: Path) -> None:
     program = tmp_path / source.stem
-    flags = [*STRICT, *sanitizers, "-g1", "-O1", "-DMEM_FAULTS", f"-I{CSRC}", f"-I{NATIVE}"]
+    flags = [*STRICT, *sanitizers, "-g1", "-O1", *DEFINES, *INCLUDES]
     sources = [str(source), *linked_sources(source)]
     objects = [str(tmp_path / f"{index}.o") for index in range(len(sources))]
     commands = [[compiler, *flags, "-c", one, "-o", target] for one, target in zip(sources, objects, strict=True)]

@@ -6,13 +6,13 @@
  *
  * Invariant: memory goes back to the allocator only once its owner waits for its last use. One buffer is held: with none,
  * gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. */
-#ifndef FSDP_TORCH_RETIREMENT_H
-#define FSDP_TORCH_RETIREMENT_H
+#ifndef FSDP_TORCH_DEFERRED_FREE_H
+#define FSDP_TORCH_DEFERRED_FREE_H
 
 #include "torch/buffer.h"
 #include "torch/stream.h"
 
-struct retirement {
+struct deferred_free {
     struct streams *streams; /* borrowed */
     enum stream_role owner;  /* took the memory */
     enum stream_role user;   /* uses it last */
@@ -21,16 +21,16 @@ struct retirement {
 };
 
 /* Free what was held before, and hold `buffer` from now on. 0 or -1. */
-int retirement_add(struct retirement *retirement, struct buffer *buffer);
+int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer);
 /* Free what is held. 0 or -1. */
-int retirement_settle(struct retirement *retirement);
+int deferred_free_settle(struct deferred_free *deferred);
 /* `buffer` is wanted again: its memory is handed over as it is, if it is the one held. 0 or -1. */
-int retirement_take_back(struct retirement *retirement, const struct buffer *buffer);
-/* `buffer` ends, or is to be taken anew: its memory goes, if it is the one held; without a retirement nothing is. 0 or -1. */
-int retirement_forget(struct retirement *retirement, const struct buffer *buffer);
+int deferred_free_take_back(struct deferred_free *deferred, const struct buffer *buffer);
+/* `buffer` ends, or is to be taken anew: its memory goes, if it is the one held; without one nothing is. 0 or -1. */
+int deferred_free_forget(struct deferred_free *deferred, const struct buffer *buffer);
 
-static inline bool retirement_holds(const struct retirement *retirement, const struct buffer *buffer) {
-    return retirement && retirement->held == buffer;
+static inline bool deferred_free_holds(const struct deferred_free *deferred, const struct buffer *buffer) {
+    return deferred && deferred->held == buffer;
 }
 
 #endif

@@ -1,0 +1,90 @@
+/* What autograd has brought for one unit: the latest contribution, added up with the ones before it. */
+#include "handle/gradients.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+int gradients_refuse(const struct gradients *gradients, int64_t index) {
+    PyObject *fqn = flat_param_fqn(gradients->param, index);
+    PyErr_Format(PyExc_RuntimeError,
+                 "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
+                 "Sparse gradients "
+                 "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
+                 (long long)gradients->param->layout.rank, gradients->param->name, fqn, gradients->param->device);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+/* Point the sources at the latest contribution. */
+static int fill_sources(struct gradients *gradients) {
+    for (int64_t i = 0; i < gradients->param->num_params; i++) {
+        PyObject *grad = PyTuple_GetItem(gradients->pending, i + 1);
+        struct tensor_view *view = &gradients->sources[i].view;
+        if (grad == Py_None) {
+            view->data = NULL;
+            continue;
+        }
+        if (tensor_view_of(grad, view) < 0)
+            return gradients_refuse(gradients, i);
+    }
+    return 0;
+}
+
+int gradients_pack_pending(struct gradients *gradients, PyObject *output, double divisor) {
+    struct tensor_view view;
+    if (fill_sources(gradients) < 0 || tensor_view_of(output, &view) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->pack(view.data, view.dtype, tensor_view_numel(&view),
+                                                          gradients->sources, gradients->param->num_params, divisor,
+                                                          storage_stream(gradients->storage)),
+                        "packing of gradients");
+}
+
+int gradients_add_pending(struct gradients *gradients, PyObject *output) {
+    struct tensor_view view;
+    if (fill_sources(gradients) < 0 || tensor_view_of(output, &view) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->pack_add(view.data, view.dtype, gradients->sources,
+                                                              gradients->param->num_params,
+                                                              storage_stream(gradients->storage)),
+                        "accumulation of gradients");
+}
+
+static int add_tensor(struct gradients *gradients, PyObject *output, PyObject *input) {
+    struct tensor_view to, from;
+    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->accumulate(to.data, to.dtype, from.data, from.dtype,
+                                                                tensor_view_numel(&to), 1.0,
+                                                                storage_stream(gradients->storage)),
+                        "accumulation of gradients");
+}
+
+PyObject *gradients_take_received(struct gradients *gradients) {
+    PyObject *total =
+        gradients->sum ? Py_NewRef(gradients->sum) : torch_empty_like(gradients->storage->copy->gradient_like.tensor);
+    int result = -1;
+    if (total)
+        result =
+            gradients->sum ? gradients_add_pending(gradients, total) : gradients_pack_pending(gradients, total, 1.0);
+    if (result < 0) {
+        Py_XDECREF(total);
+        return NULL;
+    }
+    Py_CLEAR(gradients->sum);
+    Py_CLEAR(gradients->pending);
+    return total;
+}
+
+/* Everything received in this backward is added to `target`, and released. */
+int gradients_add_received(struct gradients *gradients, PyObject *target) {
+    int result;
+    if (gradients->sum) {
+        result =
+            gradients_add_pending(gradients, gradients->sum) < 0 ? -1 : add_tensor(gradients, target, gradients->sum);
+    } else {
+        result = gradients_add_pending(gradients, target);
+    }
+    Py_CLEAR(gradients->sum);
+    Py_CLEAR(gradients->pending);
+    return result;
+}

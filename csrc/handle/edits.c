@@ -1,0 +1,250 @@
+/* What the user replaced between steps is taken over before the next all-gather (C-130 to C-136). */
+#include "handle/edits.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+void edits_bind(struct edits *edits, const struct flat_param *param, const struct storage *storage,
+                const struct slots *slots, struct gradients *gradients, const enum training_state *use) {
+    edits->param = param;
+    edits->storage = storage;
+    edits->slots = slots;
+    edits->gradients = gradients;
+    edits->use = use;
+}
+
+void edits_set_taken(struct edits *edits, bool taken) {
+    edits->taken = taken;
+}
+
+void edits_note_copied(struct edits *edits) {
+    edits->copied = true;
+}
+
+bool edits_take_copied(struct edits *edits) {
+    bool copied = edits->copied;
+    edits->copied = false;
+    return copied;
+}
+
+/* ---- original parameters ---- */
+
+static const char *expected_data(const struct edits *edits, int64_t param) {
+    const struct layout_shard_range *range = &edits->param->layout.shard_ranges[param];
+    int64_t offset = edits->param->sharded ? range->offset_in_shard : layout_param_offset(&edits->param->layout, param);
+    return (const char *)edits->storage->local_view.data + offset * dtype_nbytes(edits->storage->local_view.dtype);
+}
+
+static int refuse_shape(struct edits *edits, int64_t param, PyObject *value, int64_t want) {
+    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(edits->param, param);
+    PyErr_Format(PyExc_RuntimeError,
+                 "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank %lld, "
+                 "this rank's part of it, but the new value has %S. Change full parameters inside "
+                 "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+                 fqn, edits->param->name, (long long)want, (long long)edits->param->layout.rank,
+                 shape ? shape : Py_None);
+    Py_XDECREF(shape);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+static int check_shape(struct edits *edits, int64_t param, PyObject *value, const struct tensor_view *view) {
+    int64_t want = edits->param->layout.shard_ranges[param].numel_in_shard, numel = tensor_view_numel(view);
+    if (!edits->param->sharded)
+        want = layout_param_numel(&edits->param->layout, param);
+    if (numel == want && (!edits->param->sharded || view->ndim == 1))
+        return 0;
+    return refuse_shape(edits, param, value, want);
+}
+
+int edits_warn_writeback(struct edits *edits, int64_t param, const char *what, PyObject *value) {
+    if (!edits->param->verbose)
+        return 0;
+    PyObject *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
+    PyObject *device = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(value, torch_names.device);
+    PyObject *fqn = flat_param_fqn(edits->param, param);
+    int result = -1;
+    if (shape && device)
+        result = PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, expected "
+            "device=%S",
+            (long long)edits->param->layout.rank, what, training_state_name(*edits->use), fqn, edits->param->name,
+            shape, device, edits->param->device);
+    Py_XDECREF(shape);
+    Py_XDECREF(device);
+    Py_DECREF(fqn);
+    return result;
+}
+
+/* `value` is the parameter from now on. */
+static int keep_object(struct edits *edits, int64_t param, PyObject *value) {
+    if (PyList_GetItem(edits->param->params, param) == value)
+        return 0;
+    if (PyList_SetItem(edits->param->params, param, Py_NewRef(value)) < 0)
+        return -1;
+    return PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
+}
+
+/* shard part <- value, then value.data = shard part, and `value` is the parameter from now on. */
+static int take_over(struct edits *edits, int64_t param, PyObject *value) {
+    PyObject *source = torch_data(value), *part = NULL, *copied = NULL;
+    int64_t offset = (expected_data(edits, param) - (const char *)edits->storage->local_view.data) /
+                     dtype_nbytes(edits->storage->local_view.dtype);
+    int64_t numel = edits->param->sharded ? edits->param->layout.shard_ranges[param].numel_in_shard
+                                          : layout_param_numel(&edits->param->layout, param);
+    PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
+    PyObject *shape = edits->param->sharded ? flat_shape : PyTuple_GetItem(edits->param->shapes, param);
+    PyObject *strides = edits->param->sharded ? Py_None : PyTuple_GetItem(edits->param->strides, param);
+    int result = -1;
+    if (source && flat_shape)
+        part = torch_view(edits->storage->local_shard, offset, numel, shape, strides);
+    edits->copied = true;
+    if (part)
+        copied = PyObject_CallMethod(part, "copy_", "(O)", source);
+    if (copied)
+        result = torch_set_data(value, part);
+    if (!result)
+        result = keep_object(edits, param, value);
+    Py_XDECREF(source);
+    Py_XDECREF(part);
+    Py_XDECREF(copied);
+    Py_XDECREF(flat_shape);
+    return result;
+}
+
+static int writeback_param(struct edits *edits, int64_t param) {
+    PyObject *value = slots_value(edits->slots, param);
+    struct tensor_view view;
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    bool same = value == PyList_GetItem(edits->param->params, param);
+    if (same && (view.data == (void *)expected_data(edits, param) || tensor_view_numel(&view) == 0))
+        return 0;
+    if (edits_warn_writeback(edits, param, "Parameter", value) < 0)
+        return -1;
+    if (check_shape(edits, param, value, &view) < 0)
+        return -1;
+    return take_over(edits, param, value);
+}
+
+/* ---- parameters that lie in other shards alone (parity 20) ---- */
+
+static bool is_held(const struct edits *edits, int64_t param) {
+    return !edits->param->sharded || edits->param->layout.shard_ranges[param].in_shard;
+}
+
+static int refuse_unheld(struct edits *edits, int64_t param, PyObject *value) {
+    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(edits->param, param);
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and rank %lld "
+        "holds none of the parameter, so that the edit would be lost. Change parameters inside "
+        "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+        fqn, edits->param->name, shape ? shape : Py_None, (long long)edits->param->layout.rank);
+    Py_XDECREF(shape);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+/* It is shown without elements; what has some was put there. */
+static int check_unheld(struct edits *edits, int64_t param, PyObject *value) {
+    struct tensor_view view;
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    return tensor_view_numel(&view) ? refuse_unheld(edits, param, value) : keep_object(edits, param, value);
+}
+
+/* A new object is seen at once, new data of the same object in one parameter per gather, in turn: most parameters lie
+ * elsewhere, and asking each for its size would be a third of the host work of a step. */
+static int look_at_unheld(struct edits *edits, int64_t param, bool in_turn) {
+    PyObject *value = slots_value(edits->slots, param);
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (!in_turn && value == PyList_GetItem(edits->param->params, param))
+        return 0;
+    return check_unheld(edits, param, value);
+}
+
+/* The next one whose turn it is, or -1 when this rank has a part of all. */
+static int64_t next_unheld(struct edits *edits) {
+    for (int64_t i = 1; i <= edits->param->num_params; i++) {
+        int64_t param = (edits->unheld_turn + i) % edits->param->num_params;
+        if (!is_held(edits, param))
+            return edits->unheld_turn = param;
+    }
+    return -1;
+}
+
+int edits_check_unheld(struct edits *edits) {
+    if (!edits->param->use_orig_params || edits->slots->shown != SHOWN_SHARDED || edits->param->skip_writeback_check)
+        return 0;
+    for (int64_t i = 0; i < edits->param->num_params; i++)
+        if (!is_held(edits, i) && look_at_unheld(edits, i, true) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- all parameters ---- */
+
+static int check_shared(struct edits *edits, const struct slot *slot) {
+    PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
+    const struct slot *primary = &edits->slots->all[slot->param];
+    if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
+        return PyErr_Occurred() ? -1 : 0;
+    PyErr_Format(
+        PyExc_NotImplementedError,
+        "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and %S were one when the unit was "
+        "wrapped and are two now. Untie parameters before wrapping.",
+        (long long)edits->param->layout.rank, edits->param->name, primary->name, slot->name);
+    return -1;
+}
+
+/* Sharded parameters as the user left them go into the shard that they were shown from. */
+int edits_take_over_params(struct edits *edits) {
+    if (!edits->param->use_orig_params || edits->slots->shown != SHOWN_SHARDED || edits->param->skip_writeback_check)
+        return 0;
+    int64_t turn = next_unheld(edits);
+    for (int64_t i = 0; i < edits->param->num_params; i++)
+        if ((is_held(edits, i) ? writeback_param(edits, i) : look_at_unheld(edits, i, i == turn)) < 0)
+            return -1;
+    for (int64_t i = edits->param->num_params; i < edits->slots->count; i++)
+        if (check_shared(edits, &edits->slots->all[i]) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- views that stay between forward and backward ---- */
+
+static int refuse_changed_view(struct edits *edits, const struct slot *slot) {
+    PyObject *fqn = flat_param_fqn(edits->param, slot->param);
+    PyErr_Format(PyExc_AssertionError,
+                 "FSDP does not support changing the parameters between forward and backward for strategies that do "
+                 "not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after the backward.",
+                 (long long)edits->param->layout.rank, edits->param->name, fqn);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+int edits_check_views(struct edits *edits) {
+    if (!edits->param->use_orig_params || edits->slots->shown != SHOWN_VIEWS || edits->param->skip_writeback_check)
+        return 0;
+    const char *full =
+        edits->storage->copy->is_local ? edits->storage->local_view.data : edits->storage->copy->full.view.data;
+    for (int64_t i = 0; i < edits->slots->count; i++) {
+        const struct slot *slot = &edits->slots->all[i];
+        PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
+        int64_t offset = layout_param_offset(&edits->param->layout, slot->param);
+        struct tensor_view view;
+        if (!value && PyErr_Occurred())
+            return -1;
+        if (!value || !layout_param_numel(&edits->param->layout, slot->param))
+            continue;
+        if (tensor_view_of(slots_local_value(edits->slots, value), &view) < 0)
+            return -1;
+        if ((const char *)view.data != full + offset * dtype_nbytes(edits->storage->copy->kind))
+            return refuse_changed_view(edits, slot);
+    }
+    return 0;
+}

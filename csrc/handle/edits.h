@@ -1,0 +1,42 @@
+/* What the user did to a unit's parameters and gradients between steps, and is taken over before the next gather (C-130 to C-136).
+ *
+ * Invariant: after edits_take_over_params the Parameters that the slots show lie in the shard, and are the objects in `params`;
+ * after edits_collect_grads the flat parameter's gradient is made of theirs. */
+#ifndef FSDP_HANDLE_EDITS_H
+#define FSDP_HANDLE_EDITS_H
+
+#include "handle/gradients.h"
+#include "handle/slots.h"
+#include "handle/training_state.h"
+
+struct edits {
+    const struct flat_param *param; /* borrowed, as all of these */
+    const struct storage *storage;  /* what was edited belongs here */
+    const struct slots *slots;      /* what was edited is found here */
+    struct gradients *gradients;
+    const enum training_state *use; /* who is using the unit, for messages */
+
+    bool taken; /* all there is, for the next gather */
+    bool
+        copied; /* since edits_take_copied: some were copied, on the stream that was current, or the shard is another one */
+    int64_t unheld_turn; /* the parameter outside the shard that was looked at last */
+};
+
+void edits_bind(struct edits *edits, const struct flat_param *param, const struct storage *storage,
+                const struct slots *slots, struct gradients *gradients, const enum training_state *use);
+
+void edits_set_taken(struct edits *edits, bool taken);
+void edits_note_copied(struct edits *edits);
+bool edits_take_copied(struct edits *edits); /* were some copied since the last call? */
+
+/* edits.c. 0 or -1 */
+int edits_take_over_params(struct edits *edits); /* sharded parameters go into the shard that they were shown from */
+int edits_check_unheld(struct edits *edits);     /* RuntimeError for data where this rank holds nothing */
+int edits_check_views(struct edits *edits); /* AssertionError for a view replaced while the storage stays unsharded */
+/* Where messages are wanted, a UserWarning that the user's value of a parameter, or of its gradient, is taken over (C-136). */
+int edits_warn_writeback(struct edits *edits, int64_t param, const char *what, PyObject *value);
+
+int edits_collect_grads(
+    struct edits *edits); /* edits_grad.c: what the user zeroed or replaced; a no-op amid a backward */
+
+#endif

@@ -1,0 +1,137 @@
+#include "handle/flat_param.h"
+
+#include "torch/ref.h"
+#include "torch/tensor.h"
+
+/* ---- life ---- */
+
+static int64_t *integers_from(PyObject *tuple) {
+    Py_ssize_t count = PyTuple_Size(tuple);
+    int64_t *integers = PyMem_Calloc((size_t)count + 1, sizeof *integers);
+    for (Py_ssize_t i = 0; integers && i < count; i++)
+        integers[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
+    return integers;
+}
+
+static int init_shapes(struct flat_param *param) {
+    param->param_shapes = PyMem_Calloc((size_t)param->num_params + 1, sizeof *param->param_shapes);
+    if (!param->param_shapes)
+        return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
+    for (int64_t i = 0; i < param->num_params; i++) {
+        struct param_shape *shape = &param->param_shapes[i];
+        PyObject *sizes = PyTuple_GetItem(param->shapes, i), *strides = PyTuple_GetItem(param->strides, i);
+        if (!sizes || !strides)
+            return -1;
+        shape->ndim = PyTuple_Size(sizes);
+        shape->sizes = integers_from(sizes);
+        shape->strides = strides == Py_None ? NULL : integers_from(strides);
+        if (!shape->sizes || (strides != Py_None && !shape->strides))
+            return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
+    }
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int init_groups(struct flat_param *param, const struct handle_spec *spec) {
+    if (collective_group_init(&param->shard_group, spec->process_group) < 0)
+        return -1;
+    if (spec->replicate_group == Py_None)
+        return 0;
+    return collective_group_init(&param->replicate_group, spec->replicate_group);
+}
+
+int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
+    param->op_id = op_id;
+    param->tensor = Py_NewRef(spec->flat_param);
+    param->params = spec->params == Py_None ? NULL : Py_NewRef(spec->params);
+    param->name = Py_NewRef(spec->name);
+    param->device = Py_NewRef(spec->device);
+    param->layout = *spec->layout;
+    param->layout_owner = Py_NewRef(spec->layout_owner);
+    param->num_params = spec->layout->num_params;
+    param->shapes = Py_NewRef(spec->shapes);
+    param->strides = Py_NewRef(spec->strides);
+    param->slots = Py_NewRef(spec->slots);
+    param->strategy = (enum sharding_strategy)spec->strategy;
+    param->sharded = param->strategy != NO_SHARD;
+    param->use_orig_params = spec->use_orig_params;
+    param->keep_low_precision_grads = spec->keep_low_precision_grads;
+    param->skip_writeback_check = spec->skip_writeback_check;
+    param->verbose = spec->verbose;
+    return init_shapes(param) < 0 ? -1 : init_groups(param, spec);
+}
+
+static void fini_shapes(struct flat_param *param) {
+    for (int64_t i = 0; param->param_shapes && i < param->num_params; i++) {
+        PyMem_Free(param->param_shapes[i].sizes);
+        PyMem_Free(param->param_shapes[i].strides);
+    }
+    PyMem_Free(param->param_shapes);
+    param->param_shapes = NULL;
+}
+
+void flat_param_fini(struct flat_param *param) {
+    fini_shapes(param);
+    collective_group_fini(&param->shard_group);
+    collective_group_fini(&param->replicate_group);
+    Py_CLEAR(param->layout_owner);
+    Py_CLEAR(param->name);
+    Py_CLEAR(param->tensor);
+    Py_CLEAR(param->params);
+    Py_CLEAR(param->shapes);
+    Py_CLEAR(param->strides);
+    Py_CLEAR(param->slots);
+    Py_CLEAR(param->device);
+}
+
+int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg) {
+    Py_VISIT(param->tensor);
+    Py_VISIT(param->params);
+    Py_VISIT(param->slots);
+    return 0;
+}
+
+/* ---- names ---- */
+
+void flat_param_rename(struct flat_param *param, PyObject *name) {
+    ref_set(&param->name, Py_NewRef(name));
+}
+
+PyObject *flat_param_fqn(const struct flat_param *param, int64_t index) {
+    PyObject *fqns = PyObject_GetAttrString(param->tensor, "_fqns");
+    PyObject *fqn = fqns ? PySequence_GetItem(fqns, index) : NULL;
+    Py_XDECREF(fqns);
+    if (fqn)
+        return fqn;
+    PyErr_Clear();
+    return PySequence_GetItem(PyList_GetItem(param->slots, index), 2);
+}
+
+/* ---- views ---- */
+
+/* The overload of fsdp_c::segment_views, past the Python of torch.ops. New reference. */
+static PyObject *find_segment_views(void) {
+    PyObject *ops = PyImport_ImportModule("torch._ops");
+    PyObject *all = ops ? PyObject_GetAttrString(ops, "ops") : NULL;
+    PyObject *ours = all ? PyObject_GetAttrString(all, "fsdp_c") : NULL;
+    PyObject *packet = ours ? PyObject_GetAttrString(ours, "segment_views") : NULL;
+    PyObject *overload = packet ? PyObject_GetAttrString(packet, "default") : NULL;
+    PyObject *op = overload ? PyObject_GetAttrString(overload, "_op") : NULL;
+    Py_XDECREF(ops);
+    Py_XDECREF(all);
+    Py_XDECREF(ours);
+    Py_XDECREF(packet);
+    Py_XDECREF(overload);
+    return op;
+}
+
+PyObject *flat_param_views(const struct flat_param *param, PyObject *full) {
+    static PyObject *op; /* owned for ever */
+    if (!op && !(op = find_segment_views()))
+        return NULL;
+    PyObject *id = PyLong_FromLongLong(param->op_id);
+    PyObject *list = id ? PyObject_CallFunctionObjArgs(op, full, id, NULL) : NULL;
+    PyObject *views = list ? PyList_AsTuple(list) : NULL;
+    Py_XDECREF(id);
+    Py_XDECREF(list);
+    return views;
+}

@@ -1,0 +1,85 @@
+/* What a flat parameter is: its tensor, its layout, who shares it and how. The components of a handle read it, and none writes it.
+ *
+ * Invariant: nothing here changes between flat_param_init and flat_param_fini but the name, which is for messages, the entries of
+ * `params`, which follow the user's, and the groups' ways to communicate. `layout` has as many parameters as all of the lists. */
+#ifndef FSDP_HANDLE_FLAT_PARAM_H
+#define FSDP_HANDLE_FLAT_PARAM_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "collective/collective.h"
+#include "layout/layout.h"
+
+enum sharding_strategy {
+    FULL_SHARD = 1,
+    SHARD_GRAD_OP,
+    NO_SHARD,
+    HYBRID_SHARD,
+    HYBRID_SHARD_ZERO2
+}; /* torch's values */
+
+struct param_shape {
+    int64_t ndim;
+    int64_t *sizes;
+    int64_t *strides; /* NULL when contiguous */
+};
+
+struct flat_param {
+    PyObject *tensor; /* owned; the optimizer's and the user's object, never replaced */
+    PyObject *params; /* owned; list of the original Parameters, NULL unless use_orig_params */
+    PyObject *name;   /* owned; str, names the unit in errors */
+    PyObject *device; /* owned; compute device */
+
+    struct flat_layout layout; /* a copy; its arrays belong to layout_owner */
+    PyObject *layout_owner;    /* owned */
+    int64_t num_params;
+    PyObject *shapes, *strides;       /* owned; tuples; a stride entry is None for a contiguous parameter */
+    struct param_shape *param_shapes; /* owned; the same as integers */
+    PyObject *slots; /* owned; list of (param, module, name, setting): a parameter's own name comes first */
+    int64_t op_id;   /* by which torch.ops.fsdp_c find the handle */
+
+    enum sharding_strategy strategy;
+    bool sharded; /* not NO_SHARD */
+    bool use_orig_params;
+    bool keep_low_precision_grads;
+    bool skip_writeback_check;
+    bool verbose; /* TORCH_DISTRIBUTED_DEBUG=INFO */
+    struct collective_group shard_group;
+    struct collective_group replicate_group; /* .group NULL unless hybrid */
+};
+
+/* Everything handle_init needs; references are borrowed for the call. */
+struct handle_spec {
+    const struct flat_layout *layout;
+    PyObject *layout_owner; /* the object that owns the layout's arrays */
+    PyObject *flat_param, *params /* or None */, *shapes, *strides, *slots /* list of (param, module, name, setting) */;
+    PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
+    PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
+    PyObject *wrap_views;       /* or None */
+    int strategy;
+    bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose, offload;
+    double predivide, postdivide;
+};
+
+/* 0 or -1; flat_param_fini follows in any case. */
+int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id);
+void flat_param_fini(struct flat_param *param);
+int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg);
+
+void flat_param_rename(struct flat_param *param, PyObject *name);
+
+/* For messages: a parameter's name from its unit, or in its module where nobody has named it. New reference. */
+PyObject *flat_param_fqn(const struct flat_param *param, int64_t index);
+
+/* One view per parameter over a flat tensor of unsharded values, below autograd. New tuple, or NULL. */
+PyObject *flat_param_views(const struct flat_param *param, PyObject *full);
+
+/* Is the unsharded parameter given back after a forward, to be gathered again for the backward? */
+static inline bool flat_param_reshards_after_forward(const struct flat_param *param) {
+    return param->strategy == FULL_SHARD || param->strategy == HYBRID_SHARD;
+}
+
+#endif

@@ -1,0 +1,94 @@
+/* Gathering as a sequence: the user's changes, the shard, the all-gather; and in which precision. */
+#include "handle/handle.h"
+#include "torch/ref.h"
+
+/* ---- before it ---- */
+
+static int take_changes(struct handle *handle) {
+    if (handle->edits.taken || handle->storage.param_state != PARAM_SHARDED)
+        return 0;
+    if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
+        return -1;
+    if (storage_refuse_elsewhere(&handle->storage) < 0)
+        return -1;
+    edits_set_taken(&handle->edits, true);
+    return 0;
+}
+
+int handle_take_changes(struct handle *handle, bool *copied) {
+    edits_set_taken(&handle->edits, false);
+    if (take_changes(handle) < 0)
+        return -1;
+    *copied = edits_take_copied(&handle->edits);
+    return 0;
+}
+
+int handle_pre_unshard(struct handle *handle) {
+    if (handle->storage.param_state != PARAM_SHARDED || handle->storage.input_ready)
+        return 0;
+    if (take_changes(handle) < 0)
+        return -1;
+    if (storage_make_input(&handle->storage) == 0)
+        return 0;
+    edits_set_taken(&handle->edits, false);
+    return -1;
+}
+
+/* ---- the gather ---- */
+
+int handle_unshard_enqueue(struct handle *handle) {
+    if (handle->storage.param_state != PARAM_SHARDED)
+        return 0;
+    if (handle_pre_unshard(handle) < 0)
+        return -1;
+    edits_set_taken(&handle->edits, false);
+    return storage_unshard_enqueue(&handle->storage);
+}
+
+void handle_free_unshard(struct handle *handle) {
+    edits_set_taken(&handle->edits, false);
+    storage_free_unshard(&handle->storage);
+}
+
+int handle_alloc_unsharded(struct handle *handle) {
+    if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
+        return -1;
+    return storage_alloc_unsharded(&handle->storage);
+}
+
+/* ---- precision ---- */
+
+/* The slots let go of the views; without original parameters they show those of the copy that is in use then. */
+static int hide_views(struct handle *handle) {
+    if (handle->slots.shown != SHOWN_VIEWS)
+        return 0;
+    return handle->param.use_orig_params ? handle_show_sharded(handle) : slots_show_nothing(&handle->slots);
+}
+
+int handle_use_precision(struct handle *handle, enum precision precision) {
+    if (storage_precision(&handle->storage) == precision)
+        return 0;
+    bool shows_views = handle->slots.shown == SHOWN_VIEWS && !handle->param.use_orig_params;
+    if (storage_reshard(&handle->storage, true) < 0 || hide_views(handle) < 0)
+        return -1;
+    if (storage_use_copy(&handle->storage, precision) < 0)
+        return -1;
+    slots_forget_wrapped(&handle->slots);
+    return shows_views ? handle_show_views(handle) : 0;
+}
+
+/* The reduction from now on is in `dtype`, also when lazy init comes later or comes again. */
+static int reduce_in(struct handle *handle, PyObject *dtype) {
+    if (handle->ready && handle_use_precision(handle, PRECISION_COMPUTE) < 0)
+        return -1;
+    return storage_fix_reduce_dtype(&handle->storage, dtype);
+}
+
+int handle_set_comm_hook(struct handle *handle, PyObject *function, PyObject *state, PyObject *dtype) {
+    if (gradients_check_hookless(&handle->gradients) < 0)
+        return -1;
+    if (dtype != Py_None && reduce_in(handle, dtype) < 0)
+        return -1;
+    gradients_set_comm_hook(&handle->gradients, function, state, dtype != Py_None);
+    return 0;
+}

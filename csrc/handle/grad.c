@@ -1,0 +1,268 @@
+/* A unit's gradient as the user sees it in `.grad`, and its way back from there. */
+#include "handle/gradients.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* ---- shown ---- */
+
+static PyObject *split(PyObject *tensor, PyObject *sizes) {
+    return PyObject_CallFunctionObjArgs(torch_names.split_with_sizes, tensor, sizes, NULL);
+}
+
+static int clear_grad(PyObject *param) {
+    PyObject *grad = torch_get_grad(param);
+    int result = grad ? 0 : -1;
+    if (grad && grad != Py_None)
+        result = torch_set_grad(param, Py_None);
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* The original parameters show their parts of the sharded flat gradient; those outside the shard show None. */
+static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
+    PyObject *pieces = split(grad, gradients->shard_sizes);
+    int result = pieces ? 0 : -1;
+    for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i);
+        int requires_grad = gradients->shard_pieces[i] < 0 ? 0 : torch_requires_grad(param);
+        if (requires_grad > 0) {
+            PyObject *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
+            result = piece ? torch_set_grad(param, piece) : -1;
+            Py_XDECREF(piece);
+        } else {
+            result = requires_grad < 0 ? -1 : clear_grad(param);
+        }
+    }
+    Py_XDECREF(pieces);
+    return result;
+}
+
+/* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
+static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
+    PyObject *views = flat_param_views(gradients->param, grad);
+    int result = views ? 0 : -1;
+    for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i);
+        int requires_grad = torch_requires_grad(param);
+        if (requires_grad > 0)
+            result = torch_set_foreign_grad(param, PyTuple_GetItem(views, i));
+        else
+            result = requires_grad < 0 ? -1 : clear_grad(param);
+    }
+    Py_XDECREF(views);
+    return result;
+}
+
+static int show_grads(struct gradients *gradients, PyObject *grad) {
+    if (!gradients->param->use_orig_params)
+        return 0;
+    return gradients->param->sharded && gradients->kind == GRAD_SHARDED ? show_sharded_grads(gradients, grad)
+                                                                        : show_unsharded_grads(gradients, grad);
+}
+
+/* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while the host waits. */
+static PyObject *take_saved_shard(struct gradients *gradients) {
+    PyObject *shard = gradients->saved_shard, *offloaded = gradients->offloaded;
+    gradients->saved_shard = gradients->offloaded = NULL;
+    if (!gradients->storage->offload)
+        return shard;
+    if (!offloaded)
+        offloaded = PyObject_CallMethod(shard, "cpu", NULL);
+    Py_DECREF(shard);
+    if (offloaded && published_cpu_grad(gradients->published, offloaded) < 0)
+        Py_CLEAR(offloaded);
+    return offloaded;
+}
+
+/* NO_SHARD keeps the dtype of the reduction instead. */
+static PyObject *hand_over_dtype(struct gradients *gradients, PyObject *grad) {
+    if (!gradients->param->sharded || !gradients->param->keep_low_precision_grads ||
+        !gradients->storage->copy->low_precision)
+        return Py_NewRef(grad);
+    return PyObject_CallMethod(grad, "to", "O", gradients->storage->copy->dtype);
+}
+
+/* flat_param.grad = grad, which has the shape and dtype of the shard in the usual step. */
+static int set_flat_grad(struct gradients *gradients, PyObject *grad) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0)
+        return -1;
+    bool fits = view.dtype == gradients->storage->orig_kind && view.ndim == 1 &&
+                view.sizes[0] == gradients->param->layout.shard_numel;
+    return fits ? torch_set_grad(gradients->param->tensor, grad)
+                : torch_set_foreign_grad(gradients->param->tensor, grad);
+}
+
+static int show_no_sync(struct gradients *gradients) {
+    if (gradients->kind == GRAD_UNSHARDED)
+        return 0; /* accumulated in place: shown already */
+    PyObject *grad =
+        PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
+    int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
+    Py_XDECREF(grad);
+    if (gradients_set_kind(gradients, GRAD_UNSHARDED) < 0 || result < 0)
+        return -1;
+    return show_grads(gradients, gradients->unsharded);
+}
+
+static int show_reduced(struct gradients *gradients) {
+    PyObject *shard = take_saved_shard(gradients), *grad = shard ? hand_over_dtype(gradients, shard) : NULL;
+    Py_XDECREF(shard);
+    int result = gradients_set_kind(gradients, GRAD_SHARDED);
+    if (!result)
+        result = grad ? set_flat_grad(gradients, grad) : -1;
+    if (!result)
+        result = show_grads(gradients, grad);
+    Py_XDECREF(grad);
+    return result;
+}
+
+int gradients_hand_over(struct gradients *gradients) {
+    gradients->in_backward = gradients->hooked = false;
+    /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
+    Py_CLEAR(gradients->pending);
+    Py_CLEAR(gradients->sum);
+    if (gradients->unsharded)
+        return show_no_sync(gradients); /* what was reduced before stays aside until the next reduction */
+    return gradients->saved_shard ? show_reduced(gradients) : 0;
+}
+
+int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
+    if (grad != Py_None)
+        return show_unsharded_grads(gradients, grad);
+    for (int64_t i = 0; i < gradients->param->num_params; i++)
+        if (clear_grad(PyList_GetItem(gradients->param->params, i)) < 0)
+            return -1;
+    return 0;
+}
+
+int gradients_show_flat_grad(struct gradients *gradients) {
+    if (!gradients->param->use_orig_params)
+        return 0;
+    if (gradients->kind == GRAD_UNSHARDED)
+        return show_unsharded_grads(gradients, gradients->unsharded);
+    PyObject *grad = torch_get_grad(gradients->param->tensor);
+    int result = grad ? 0 : -1;
+    if (grad)
+        result = grad == Py_None ? gradients_show_full_grad(gradients, grad) : show_grads(gradients, grad);
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* ---- from .grad back ---- */
+
+/* A gradient in CPU memory, where computation is. New reference. */
+static PyObject *upload(struct gradients *gradients, PyObject *grad) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0)
+        return NULL;
+    PyObject *dtype = PyObject_GetAttr(grad, torch_names.dtype);
+    PyObject *copy = dtype ? torch_empty(tensor_view_numel(&view), dtype, gradients->param->device) : NULL;
+    PyObject *done = copy ? PyObject_CallMethod(copy, "copy_", "OO", grad, Py_True) : NULL;
+    Py_XDECREF(dtype);
+    if (!done)
+        Py_CLEAR(copy);
+    Py_XDECREF(done);
+    return copy;
+}
+
+/* Nothing of earlier backwards is left. */
+static void forget(struct gradients *gradients) {
+    gradients->unreduced = false;
+    Py_CLEAR(gradients->unsharded);
+    Py_CLEAR(gradients->saved_shard);
+}
+
+static int take_flat_grad(struct gradients *gradients) {
+    PyObject *grad = torch_get_grad(gradients->param->tensor);
+    if (!grad)
+        return -1;
+    if (grad == Py_None) {
+        Py_DECREF(grad);
+        forget(gradients);
+        return gradients_set_kind(gradients, GRAD_NONE);
+    }
+    if (gradients->kind == GRAD_UNSHARDED) {
+        Py_DECREF(grad);
+        return 0;
+    }
+    if (gradients_set_kind(gradients, GRAD_NONE) < 0) {
+        Py_DECREF(grad);
+        return -1;
+    }
+    struct tensor_view view;
+    if (gradients->storage->offload) {
+        ref_set(&grad, upload(gradients, grad));
+        if (!grad)
+            return -1;
+    }
+    int result = tensor_view_of(grad, &view);
+    if (!result && gradients->param->sharded && view.dtype != gradients->storage->orig_kind)
+        ref_set(&grad, gradients_cast_to_shard_dtype(gradients, grad));
+    if (!result && grad)
+        result = torch_set_grad(gradients->param->tensor, Py_None);
+    ref_set(&gradients->saved_shard, grad);
+    return grad ? result : -1;
+}
+
+int gradients_prepare(struct gradients *gradients) {
+    if (gradients->in_backward)
+        return 0;
+    gradients->in_backward = true;
+    return take_flat_grad(gradients);
+}
+
+int gradients_drop_shown(struct gradients *gradients) {
+    forget(gradients);
+    if (gradients->kind == GRAD_NONE)
+        return 0;
+    if (torch_set_grad(gradients->param->tensor, Py_None) < 0)
+        return -1;
+    return gradients_set_kind(gradients, GRAD_NONE);
+}
+
+PyObject *gradients_zeros(struct gradients *gradients) {
+    PyObject *zeros = torch_empty_like(gradients->storage->local_shard);
+    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
+    if (!done || torch_set_foreign_grad(gradients->param->tensor, zeros) < 0)
+        Py_CLEAR(zeros);
+    Py_XDECREF(done);
+    return zeros;
+}
+
+PyObject *gradients_flat_or_zeros(struct gradients *gradients) {
+    PyObject *grad = torch_get_grad(gradients->param->tensor);
+    if (!grad || grad != Py_None)
+        return grad;
+    Py_DECREF(grad);
+    return gradients_set_kind(gradients, GRAD_SHARDED) < 0 ? NULL : gradients_zeros(gradients);
+}
+
+/* ---- parts of it ---- */
+
+static bool is_full_size(const struct gradients *gradients) {
+    return !gradients->param->sharded || gradients->kind == GRAD_UNSHARDED;
+}
+
+int64_t gradients_offset(const struct gradients *gradients, int64_t index) {
+    if (is_full_size(gradients))
+        return layout_param_offset(&gradients->param->layout, index);
+    const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[index];
+    return range->in_shard && range->numel_in_shard ? range->offset_in_shard : -1;
+}
+
+PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index) {
+    int64_t offset = gradients_offset(gradients, index);
+    if (is_full_size(gradients))
+        return torch_view(flat_grad, offset, layout_param_numel(&gradients->param->layout, index),
+                          PyTuple_GetItem(gradients->param->shapes, index),
+                          PyTuple_GetItem(gradients->param->strides, index));
+    return PyObject_CallMethod(flat_grad, "narrow", "iLL", 0, (long long)offset,
+                               (long long)gradients->param->layout.shard_ranges[index].numel_in_shard);
+}
+
+PyObject *gradients_sharded(const struct gradients *gradients) {
+    if (gradients->in_backward && gradients->saved_shard && gradients->param->sharded)
+        return Py_NewRef(gradients->offloaded ? gradients->offloaded : gradients->saved_shard);
+    return gradients->param->tensor ? torch_get_grad(gradients->param->tensor) : Py_NewRef(Py_None);
+}

@@ -1,0 +1,142 @@
+/* The gradients of one unit, on their way from autograd to the optimizer.
+ *
+ *   views' gradients --> pending (+ sum) --pack, cast, pre-divide--> reduce_input --reduce-scatter--> reduce_output
+ *                                                           --post-divide, accumulate--> saved_shard --hand over--> .grad
+ *   under no_sync:       pending (+ sum) --> unsharded --> .grad
+ *
+ * Invariants: `kind` says what the flat parameter's `.grad` holds between backwards; amid a backward it is never GRAD_SHARDED, as that
+ * is set aside in saved_shard. While a reduction is in flight (`work`), its output is alive. */
+#ifndef FSDP_HANDLE_GRADIENTS_H
+#define FSDP_HANDLE_GRADIENTS_H
+
+#include "handle/published.h"
+#include "handle/storage.h"
+
+/* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
+enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED, GRAD_KINDS };
+
+/* The user's own way to reduce gradients; comm_hook.c. */
+struct comm_hook {
+    PyObject *function;            /* owned; NULL when there is none */
+    PyObject *state;               /* owned */
+    bool native;                   /* one of torch's low-precision hooks, run by this library */
+    struct collective_group group; /* of a native hook's state, read at each reduction */
+};
+
+struct gradients {
+    const struct flat_param *param; /* borrowed */
+    const struct storage
+        *storage;                /* borrowed; how the shard and the parameters look, and where they are computed with */
+    struct published *published; /* borrowed */
+
+    enum grad_kind kind;   /* written by gradients_state.c */
+    PyObject *pending;     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
+    PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
+    PyObject *unsharded;   /* owned; left by no_sync in earlier backwards, compute dtype, padded unsharded size */
+    PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
+    PyObject *offloaded;   /* owned; with offload: saved_shard in CPU memory, once the device has been waited for */
+    PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
+    PyObject *work;                         /* owned; the reduce-scatter in flight */
+    bool hooked;      /* hooks of the flat parameter have made an unsharded gradient of what was received */
+    bool unreduced;   /* what no_sync left has not been reduced yet */
+    bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
+
+    double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
+    struct comm_hook comm_hook;
+    bool has_param_hooks; /* hooks were found on the flat parameter when it was looked at last, */
+    PyObject *hooks_seen; /* owned; which was after torch's hook of this number */
+
+    /* from lazy init on */
+    struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
+    PyObject *shard_sizes;       /* owned; list of the sizes of the shard's pieces, for one split */
+    int64_t *shard_pieces;       /* owned; per parameter the index of its piece, or -1 */
+};
+
+/* ---- life: gradients.c ---- */
+
+void gradients_bind(struct gradients *gradients, const struct flat_param *param, const struct storage *storage,
+                    struct published *published); /* of zeros; init follows */
+void gradients_init(struct gradients *gradients, const struct handle_spec *spec);
+void gradients_fini(struct gradients *gradients);
+int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);
+int gradients_lazy_init(struct gradients *gradients); /* after the storage's. 0 or -1 */
+
+/* gradients_state.c: the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds. */
+int gradients_set_kind(struct gradients *gradients, enum grad_kind kind);
+void gradients_check(const struct gradients *gradients); /* the invariant, where FSDP_C_CHECK is defined */
+
+/* ---- received: gradients.c ---- */
+
+bool gradients_have_new(const struct gradients *gradients);
+int gradients_receive(struct gradients *gradients,
+                      PyObject *args); /* one contribution: the arguments of the node's backward */
+int gradients_pack(
+    struct gradients *gradients); /* what was received, and what no_sync left, becomes the reduction's input */
+int gradients_accumulate_unsharded(
+    struct gradients *gradients);                 /* no_sync: add what was received, to be shown as .grad */
+void gradients_drop(struct gradients *gradients); /* after an exception: nothing of this backward is kept */
+
+/* ---- reduced: reduction.c ---- */
+
+int gradients_reduce_enqueue(struct gradients *gradients);      /* start the reduction of what was packed */
+int gradients_reduce_finish(struct gradients *gradients);       /* wait, post-divide, accumulate into saved_shard */
+bool gradients_reduce_twice(const struct gradients *gradients); /* in the shard group, and then over the replicas? */
+/* After that: the reduction's output, for the caller to let go of; NULL where it is kept as the gradient. */
+PyObject *gradients_take_reduce_output(struct gradients *gradients);
+void gradients_reduce_release(struct gradients *gradients); /* after that: the reduction's input and output */
+
+/* ---- the user's hooks ---- */
+
+/* comm_hook.c. The hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
+int gradients_check_hookless(
+    const struct gradients *gradients); /* 0, or -1 with RuntimeError: there is one, or it is too late */
+void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
+
+/* param_hooks.c, see [Note: hooks of the flat parameter]. Call them with what was received since they were called last. They may leave
+ * no gradient. A no-op without hooks. 0 or -1. */
+int gradients_call_param_hooks(struct gradients *gradients);
+
+/* ---- shown as .grad: grad.c ---- */
+
+int gradients_prepare(
+    struct gradients *gradients); /* first pre-backward: move a sharded .grad aside, to accumulate onto */
+int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */
+int gradients_show_flat_grad(struct gradients *gradients); /* the original parameters' .grad follow flat_param.grad */
+int gradients_show_full_grad(struct gradients *gradients,
+                             PyObject *grad);          /* ... follow a full-size flat gradient, or None */
+int gradients_drop_shown(struct gradients *gradients); /* the user has cleared it: nothing is left of it. 0 or -1 */
+/* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
+PyObject *gradients_zeros(struct gradients *gradients);
+PyObject *gradients_flat_or_zeros(struct gradients *gradients);
+/* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's has. */
+int64_t gradients_offset(const struct gradients *gradients, int64_t index);
+PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index);
+/* The gradient of this backward, as far as it has come, or .grad. New reference. */
+PyObject *gradients_sharded(const struct gradients *gradients);
+
+/* ---- among these files ---- */
+
+/* contributions.c */
+int gradients_refuse(const struct gradients *gradients, int64_t index); /* -1 with RuntimeError */
+int gradients_pack_pending(struct gradients *gradients, PyObject *output,
+                           double divisor);                                /* output = pending / divisor */
+int gradients_add_pending(struct gradients *gradients, PyObject *output);  /* output += pending */
+int gradients_add_received(struct gradients *gradients, PyObject *target); /* += all received, which is released */
+PyObject *
+gradients_take_received(struct gradients *gradients); /* the sum of what was received, padded; new reference or NULL */
+
+/* comm_hook.c */
+int gradients_read_comm_hook(
+    struct gradients *gradients); /* before gradients are packed: a native hook's state as it is now */
+PyObject *
+gradients_call_comm_hook(struct gradients *gradients); /* reduce what was packed; None, or NULL with an exception */
+
+/* reduction.c: a new tensor of the values of `input`, in the dtype of the sharded parameter, where computation is. */
+PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input);
+
+/* What earlier backwards left and this one adds to. */
+static inline PyObject **gradients_previous(struct gradients *gradients) {
+    return gradients->param->sharded ? &gradients->unsharded : &gradients->saved_shard;
+}
+
+#endif

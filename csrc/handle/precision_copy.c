@@ -1,0 +1,172 @@
+/* The unsharded parameters in one precision: made when first wanted, and which of them is in use. */
+#include "handle/storage.h"
+
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* ---- what a copy is made of ---- */
+
+static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) {
+    return Py_NewRef(chosen != Py_None ? chosen : fallback);
+}
+
+/* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed (C-018). A
+ * low-precision hook reduces in its own dtype whatever it is given. */
+static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
+    PyObject *param = PyTuple_GetItem(storage->fallback_dtypes, 0),
+             *reduce = PyTuple_GetItem(storage->fallback_dtypes, 1);
+    if (!param || !reduce)
+        return -1;
+    if (copy == &storage->copies[PRECISION_FULL]) {
+        param = Py_None;
+        reduce = storage->reduce_dtype_is_fixed ? reduce : Py_None;
+    }
+    ref_set(&copy->dtype, dtype_or(param, storage->orig_dtype));
+    ref_set(&copy->reduce_dtype, dtype_or(reduce, copy->dtype));
+    copy->low_precision = copy->dtype != storage->orig_dtype;
+    copy->is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
+    return 0;
+}
+
+/* A tensor that only says what to allocate later. New reference. */
+PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
+    struct buffer buffer;
+    if (buffer_init(&buffer, numel, dtype, device, false) < 0)
+        return NULL;
+    PyObject *tensor = buffer_free(&buffer) < 0 ? NULL : Py_NewRef(buffer.tensor);
+    buffer_fini(&buffer);
+    return tensor;
+}
+
+/* Tensors at hand say how gradients look where the dtypes agree; only mixed precision needs others. */
+static int init_likes(struct storage *storage, struct precision_copy *copy) {
+    int64_t padded = storage->param->layout.padded_numel, shard = storage->param->layout.shard_numel;
+    PyObject *gradient = copy->is_local ? storage->local_shard : copy->full.tensor;
+    bool same = copy->reduce_dtype == copy->dtype, same_shard = copy->reduce_dtype == storage->orig_dtype;
+    struct tensor_view view;
+    ref_set(&copy->gradient_like.tensor, Py_NewRef(gradient));
+    ref_set(&copy->reduce_input_like.tensor,
+            same ? Py_NewRef(gradient) : storage_freed_tensor(padded, copy->reduce_dtype, storage->param->device));
+    ref_set(&copy->reduce_output_like.tensor,
+            same_shard ? Py_NewRef(storage->shard_like.tensor)
+                       : storage_freed_tensor(shard, copy->reduce_dtype, storage->param->device));
+    if (!copy->reduce_input_like.tensor || !copy->reduce_output_like.tensor)
+        return -1;
+    if (tensor_view_of(copy->reduce_input_like.tensor, &view) < 0)
+        return -1;
+    copy->reduce_kind = view.dtype;
+    copy->kind = copy->is_local ? storage->orig_kind : copy->full.view.dtype;
+    return 0;
+}
+
+static PyObject *unpadded(struct storage *storage, PyObject *full) {
+    PyObject *part = PyObject_CallMethod(full, "narrow", "iLL", 0, 0LL, (long long)storage->param->layout.numel);
+    PyObject *data = part ? torch_data(part) : NULL;
+    Py_XDECREF(part);
+    return data;
+}
+
+/* The storage is there while views of it are made, and not after. */
+static int init_storage(struct storage *storage, struct precision_copy *copy) {
+    PyObject *full = storage->local_shard;
+    if (!copy->is_local) {
+        if (buffer_init(&copy->full, storage->param->layout.padded_numel, copy->dtype, storage->param->device, true) <
+            0)
+            return -1;
+        full = copy->full.tensor;
+    }
+    copy->full_data = unpadded(storage, full);
+    copy->views = copy->full_data ? flat_param_views(storage->param, full) : NULL;
+    if (!copy->views || (!copy->is_local && buffer_free(&copy->full) < 0))
+        return -1;
+    if (!storage->param->sharded || !copy->low_precision)
+        return 0;
+    struct buffer *shard = &copy->low_precision_shard;
+    if (buffer_init(shard, storage->param->layout.shard_numel, copy->dtype, storage->param->device, false) < 0)
+        return -1;
+    return buffer_free(shard);
+}
+
+static void copy_fini(struct precision_copy *copy) {
+    Py_CLEAR(copy->dtype);
+    Py_CLEAR(copy->reduce_dtype);
+    Py_CLEAR(copy->views);
+    Py_CLEAR(copy->full_data);
+    buffer_fini(&copy->full);
+    buffer_fini(&copy->low_precision_shard);
+    Py_CLEAR(copy->reduce_input_like.tensor);
+    Py_CLEAR(copy->reduce_output_like.tensor);
+    Py_CLEAR(copy->gradient_like.tensor);
+}
+
+static int copy_init(struct storage *storage, struct precision_copy *copy) {
+    if (init_dtypes(storage, copy) == 0 && init_storage(storage, copy) == 0 && init_likes(storage, copy) == 0)
+        return 0;
+    copy_fini(copy);
+    return -1;
+}
+
+/* Its storage goes with it, but not before its last use. */
+static void drop_copy(struct storage *storage, struct precision_copy *copy) {
+    if (deferred_free_forget(storage->full_free, &copy->full) < 0 ||
+        deferred_free_forget(storage->input_free, &copy->low_precision_shard) < 0)
+        PyErr_WriteUnraisable(storage->param->name);
+    copy_fini(copy);
+}
+
+void storage_fini_copies(struct storage *storage) {
+    for (int i = 0; i < PRECISIONS; i++)
+        drop_copy(storage, &storage->copies[i]);
+}
+
+/* ---- the copy in use ---- */
+
+int storage_make_copy(struct storage *storage, enum precision precision) {
+    struct precision_copy *copy = &storage->copies[precision];
+    return copy->views ? 0 : copy_init(storage, copy);
+}
+
+int storage_use_copy(struct storage *storage, enum precision precision) {
+    if (storage_make_copy(storage, precision) < 0)
+        return -1;
+    storage->copy = &storage->copies[precision];
+    return 0;
+}
+
+/* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong to. */
+static bool still_fits(const struct storage *storage, const struct precision_copy *copy) {
+    bool is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
+    bool same_dtype = storage->orig_kind == storage->local_view.dtype && storage->orig_kind != DTYPE_OTHER;
+    return copy->views && same_dtype && !is_local && !copy->is_local;
+}
+
+int storage_init_copies(struct storage *storage) {
+    enum precision precision = storage_precision(storage);
+    for (int i = 0; i < PRECISIONS; i++) {
+        if (!still_fits(storage, &storage->copies[i]))
+            drop_copy(storage, &storage->copies[i]);
+        else if (init_likes(storage, &storage->copies[i]) < 0)
+            return -1;
+    }
+    storage->orig_kind = storage->local_view.dtype;
+    return storage_use_copy(storage, PRECISION_COMPUTE) < 0 ? -1 : storage_use_copy(storage, precision);
+}
+
+bool storage_has_mixed_precision(const struct storage *storage) {
+    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
+    return copy->low_precision || copy->reduce_dtype != storage->orig_dtype;
+}
+
+int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
+    PyObject *param_dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
+    PyObject *dtypes = param_dtype ? PyTuple_Pack(2, param_dtype, dtype) : NULL;
+    if (!dtypes)
+        return -1;
+    ref_set(&storage->fallback_dtypes, dtypes);
+    storage->reduce_dtype_is_fixed = true;
+    drop_copy(storage, &storage->copies[PRECISION_FULL]);
+    if (!storage->copy->views)
+        return 0;
+    ref_set(&storage->copy->reduce_dtype, Py_NewRef(dtype));
+    return init_likes(storage, storage->copy);
+}

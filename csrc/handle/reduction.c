@@ -1,0 +1,139 @@
+/* The reduction of a unit's gradients. */
+#include "handle/gradients.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* ---- reduction ---- */
+
+/* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
+static const struct collective_group *reduction_group(const struct gradients *gradients) {
+    if (gradients->comm_hook.native)
+        return &gradients->comm_hook.group;
+    return !gradients->param->sharded && gradients->param->replicate_group.group ? &gradients->param->replicate_group
+                                                                                 : &gradients->param->shard_group;
+}
+
+static PyObject *enqueue(struct gradients *gradients) {
+    if (gradients->comm_hook.function && !gradients->comm_hook.native)
+        return gradients_call_comm_hook(gradients);
+    const struct collective_group *group = reduction_group(gradients);
+    if (!gradients->param->sharded)
+        return collective_all_reduce(group, gradients->reduce_output);
+    return collective_reduce_scatter(group, gradients->reduce_output, gradients->reduce_input);
+}
+
+int gradients_reduce_enqueue(struct gradients *gradients) {
+    gradients->reduce_output = gradients->param->sharded
+                                   ? torch_empty_like(gradients->storage->copy->reduce_output_like.tensor)
+                                   : Py_NewRef(gradients->reduce_input);
+    if (gradients->reduce_output)
+        gradients->work = enqueue(gradients);
+    if (!gradients->work || storage_wait_in_stream(gradients->storage, &gradients->work) < 0)
+        return -1;
+    gradients_check(gradients);
+    return 0;
+}
+
+static int cast_divide(const struct gradients *gradients, PyObject *output, PyObject *input, double divisor) {
+    struct tensor_view to, from;
+    if (tensor_view_of(output, &to) < 0 || tensor_view_of(input, &from) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->cast_divide(to.data, to.dtype, from.data, from.dtype,
+                                                                 tensor_view_numel(&from), divisor,
+                                                                 storage_stream(gradients->storage)),
+                        "post-division of gradients");
+}
+
+PyObject *gradients_cast_to_shard_dtype(const struct gradients *gradients, PyObject *input) {
+    PyObject *output = torch_empty_like(gradients->storage->shard_like.tensor);
+    if (output && cast_divide(gradients, output, input, 1.0) < 0)
+        Py_CLEAR(output);
+    return output;
+}
+
+static int accumulate_output(struct gradients *gradients, PyObject *output) {
+    struct tensor_view to, from;
+    if (tensor_view_of(gradients->saved_shard, &to) < 0 || tensor_view_of(output, &from) < 0)
+        return -1;
+    return tensor_check(gradients->storage->kernels->accumulate(
+                            to.data, to.dtype, from.data, from.dtype, gradients->param->layout.shard_numel,
+                            gradients->postdivide, storage_stream(gradients->storage)),
+                        "accumulation of a reduced gradient");
+}
+
+/* A custom hook may have left another dtype than it was given. */
+static int output_dtype(const struct gradients *gradients, PyObject *output, enum dtype *dtype) {
+    struct tensor_view view;
+    *dtype = gradients->storage->copy->reduce_kind;
+    if (!gradients->comm_hook.function)
+        return 0;
+    if (tensor_view_of(output, &view) < 0)
+        return -1;
+    *dtype = view.dtype;
+    return 0;
+}
+
+/* saved_shard = post-divided output, or += it. */
+static int save_output(struct gradients *gradients, PyObject *output) {
+    if (gradients->param->sharded && gradients->saved_shard)
+        return accumulate_output(gradients, output);
+    if (gradients->postdivide != 1.0 && cast_divide(gradients, output, output, gradients->postdivide) < 0)
+        return -1;
+    enum dtype dtype;
+    if (output_dtype(gradients, output, &dtype) < 0)
+        return -1;
+    bool keeps_low =
+        !gradients->param->sharded && gradients->param->keep_low_precision_grads && !gradients->comm_hook.native;
+    bool keep = dtype == gradients->storage->orig_kind || keeps_low;
+    ref_set(&gradients->saved_shard, keep ? Py_NewRef(output) : gradients_cast_to_shard_dtype(gradients, output));
+    return gradients->saved_shard ? 0 : -1;
+}
+
+/* See [Note: offload]. The host waits for it before the gradient is handed over. */
+static int enqueue_download(struct gradients *gradients) {
+    if (!gradients->storage->offload)
+        return 0;
+    if (!gradients->offloaded)
+        gradients->offloaded = torch_empty_pinned_like(gradients->saved_shard);
+    if (!gradients->offloaded)
+        return -1;
+    PyObject *done = PyObject_CallMethod(gradients->offloaded, "copy_", "OO", gradients->saved_shard, Py_True);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+bool gradients_reduce_twice(const struct gradients *gradients) {
+    return gradients->param->sharded && gradients->param->replicate_group.group;
+}
+
+int gradients_reduce_finish(struct gradients *gradients) {
+    PyObject *work = gradients->work;
+    if (!work)
+        return 0;
+    gradients->work = NULL;
+    int result = collective_wait(work);
+    if (!result && gradients_reduce_twice(gradients)) {
+        work = collective_all_reduce(&gradients->param->replicate_group, gradients->reduce_output);
+        result = work ? collective_wait(work) : -1;
+    }
+    if (!result)
+        result = save_output(gradients, gradients->reduce_output);
+    if (!result)
+        result = enqueue_download(gradients);
+    if (result < 0)
+        gradients_reduce_release(gradients);
+    return result;
+}
+
+PyObject *gradients_take_reduce_output(struct gradients *gradients) {
+    PyObject *output = gradients->reduce_output;
+    gradients->reduce_output = NULL;
+    if (output == gradients->saved_shard)
+        Py_CLEAR(output);
+    return output;
+}
+
+void gradients_reduce_release(struct gradients *gradients) {
+    Py_CLEAR(gradients->reduce_input);
+    Py_CLEAR(gradients->reduce_output);
+}

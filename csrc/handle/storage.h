@@ -1,0 +1,152 @@
+/* The storage of one flat parameter: this rank's shard, and the unsharded parameters while they are gathered.
+ *
+ *   local_shard --(upload)--> device_shard --(cast)--> low_precision_shard --all-gather--> copy->full
+ *                                                                                        SHARDED -> UNSHARDING -> UNSHARDED
+ *
+ * Invariants: the `full` of a precision copy keeps its tensor for ever, so every view and every tensor autograd saved stays good when
+ * its storage is gathered again. `param_state` says what the storage of the copy in use holds, and no other copy holds anything.
+ * UNSHARDING and UNSHARDED have storage; a collective is in flight only while UNSHARDING. */
+#ifndef FSDP_HANDLE_STORAGE_H
+#define FSDP_HANDLE_STORAGE_H
+
+#include "handle/flat_param.h"
+#include "kernels/kernels.h"
+#include "kernels/table.h"
+#include "torch/deferred_free.h"
+#include "torch/pool.h"
+
+enum param_state { PARAM_SHARDED, PARAM_UNSHARDING, PARAM_UNSHARDED, PARAM_STATES };
+
+/* In which precision the unsharded parameters are. */
+enum precision {
+    PRECISION_COMPUTE, /* as mixed precision says */
+    PRECISION_FULL, /* that of the shard, with gradients of the same: summon_full_params, FSDP_USE_FULL_PREC_IN_EVAL */
+    PRECISIONS
+};
+
+/* Says what torch_empty_like is to make; its own storage may be freed. */
+struct tensor_like {
+    PyObject *tensor; /* owned */
+};
+
+/* The unsharded parameters in one precision, and how gradients of them look. */
+struct precision_copy {
+    PyObject *dtype, *reduce_dtype; /* owned; torch.dtype */
+    enum dtype kind, reduce_kind;
+    bool low_precision; /* not the dtype of the shard */
+    bool is_local;      /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
+    struct buffer full; /* unused when is_local */
+    struct buffer low_precision_shard; /* only with low_precision and sharded */
+    PyObject *full_data;               /* owned; full without right padding */
+    PyObject *views; /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
+    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
+    struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
+};
+
+struct storage {
+    const struct flat_param *param; /* borrowed */
+    enum param_state param_state;   /* written by storage_state.c */
+
+    PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
+    bool reduce_dtype_is_fixed; /* a low-precision hook reduces in its own dtype whatever it is given */
+    bool may_offload;           /* the user asked for it; nothing is moved where computation is on the CPU too */
+
+    PyObject *orig_dtype; /* owned; torch.dtype of the shard; from lazy init on, as all below */
+    enum dtype orig_kind;
+    PyObject *local_shard;         /* owned; 1-D, original dtype, shares storage with the sharded flat parameter */
+    struct tensor_view local_view; /* borrowed from local_shard */
+    /* [Note: offload] Where the shard lies in CPU memory and computation is elsewhere, a gather copies the shard there first,
+     * and the reduced gradient is copied back before it is handed over: `offloaded`. */
+    bool offload;
+    bool elsewhere;                     /* the user has moved the shard away from the device that computes */
+    struct tensor_like shard_like;      /* how the shard looks on the device that computes */
+    struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
+    const struct kernel_table *kernels; /* of that device */
+    struct buffer device_shard;         /* only with offload; allocated while it is gathered or cast from */
+    struct precision_copy copies[PRECISIONS];
+    struct precision_copy *copy; /* borrowed; the one in use; written by precision_copy.c */
+    bool input_ready;            /* what the next gather reads was made ahead of it */
+    PyObject *unshard_work;      /* owned; the all-gather in flight */
+
+    /* borrowed from the root; NULL without streams: memory is freed at once. Of the unsharded parameters; of what they are
+     * gathered from, where that is not the shard itself */
+    struct deferred_free *full_free, *input_free;
+    struct pool *pool; /* borrowed from the root; where storage is taken from, or NULL */
+};
+
+void storage_bind(struct storage *storage, const struct flat_param *param); /* of zeros; init follows */
+int storage_init(struct storage *storage, const struct handle_spec *spec);  /* 0 or -1; fini follows in any case */
+void storage_fini(struct storage *storage);
+int storage_visit(const struct storage *storage, visitproc visit, void *arg);
+
+/* storage_state.c: the only writer of param_state. 0, or -1 with RuntimeError naming the unit and both states. */
+int storage_set_state(struct storage *storage, enum param_state state);
+void storage_check(const struct storage *storage); /* the invariant, where FSDP_C_CHECK is defined */
+
+/* ---- storage.c: the shard, after the flat parameter as it is now ---- */
+
+int storage_read_shard(struct storage *storage); /* its dtype and data. 0 or -1 */
+int storage_follow_shard(
+    struct storage *storage); /* after that: the device that computes, and the precision copies. 0 or -1 */
+bool storage_is_current(const struct storage *storage,
+                        const struct tensor_view *data);     /* is that the shard it knows? */
+int storage_refuse_elsewhere(const struct storage *storage); /* 0, or -1 where the user has moved the shard away */
+int storage_leave_device(
+    struct storage *storage); /* the user has: nothing is kept for it on the one it has left. 0 or -1 */
+
+/* Streams and memory of a root, or NULL for none: memory is then freed at once. */
+void storage_share(struct storage *storage, struct deferred_free *full, struct deferred_free *input, struct pool *pool);
+
+const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
+/* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded there covers a
+ * backend that has a stream of its own. 0, or -1 and *work is NULL. */
+int storage_wait_in_stream(const struct storage *storage, PyObject **work);
+
+/* ---- precision_copy.c: the only writer of `copy` and of what copies are made of ---- */
+
+/* New; only says what to allocate later. */
+PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device);
+int storage_init_copies(
+    struct storage *storage); /* after the dtypes and the shard; the one to compute with is in use */
+int storage_make_copy(struct storage *storage,
+                      enum precision precision); /* so that its tensors are there, freed. 0 or -1 */
+int storage_use_copy(struct storage *storage,
+                     enum precision precision); /* while SHARDED: it is in use from now on. 0 or -1 */
+int storage_fix_reduce_dtype(struct storage *storage,
+                             PyObject *dtype); /* also for copies that are yet to be made. 0 or -1 */
+void storage_fini_copies(struct storage *storage);
+bool storage_has_mixed_precision(const struct storage *storage);
+
+static inline enum precision storage_precision(const struct storage *storage) {
+    return (enum precision)(storage->copy - storage->copies);
+}
+
+/* ---- unshard.c ---- */
+
+int storage_make_input(
+    struct storage *storage); /* bring the shard to the device, and cast it. 0, or -1 and all is freed */
+int storage_unshard_enqueue(
+    struct storage *storage);                      /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
+int storage_unshard_wait(struct storage *storage); /* the unsharded parameter is there; a no-op unless UNSHARDING */
+int storage_reshard(struct storage *storage, bool free_storage);
+void storage_free_unshard(struct storage *storage); /* what a gather that failed has left; an exception stays set */
+/* What the all-gather reads, where that is not the shard itself; NULL where it is. */
+struct buffer *storage_gather_input(struct storage *storage);
+int storage_alloc_unsharded(struct storage *storage); /* alone, for a caller who gathers in steps; SHARDED stays */
+/* Take the memory that gathering will take, so that the pool holds it when it is given back. No state changes. 0 or -1. */
+int storage_reserve(struct storage *storage);
+int storage_release_reserved(struct storage *storage);
+int64_t storage_unsharded_nbytes(const struct storage *storage);
+bool storage_wants_memory(const struct storage *storage); /* SHARDED, and gathering would allocate */
+
+/* The padded unsharded flat parameter, allocated or not. Borrowed. */
+static inline PyObject *storage_full(const struct storage *storage) {
+    return storage->copy->is_local ? storage->local_shard : storage->copy->full.tensor;
+}
+
+/* Where the unsharded parameters lie, once they are gathered. */
+static inline const struct tensor_view *storage_full_view(const struct storage *storage) {
+    return storage->copy->is_local ? &storage->local_view : &storage->copy->full.view;
+}
+
+#endif
