@@ -84,6 +84,10 @@ static int check_result(struct gradients *gradients, PyObject *result) {
 
 PyObject *gradients_call_comm_hook(struct gradients *gradients) {
     struct comm_hook *hook = &gradients->comm_hook;
+    /* what the hook has enqueued may read that memory when the hook gives the tensor other data */
+    ref_set(&gradients->hook_input, PyObject_GetAttrString(gradients->reduce_input, "data"));
+    if (!gradients->hook_input)
+        return NULL;
     PyObject *output = gradients->param->sharded ? gradients->reduce_output : NULL; /* NULL ends the arguments */
     PyObject *done = PyObject_CallFunctionObjArgs(hook->function, hook->state, gradients->reduce_input, output, NULL);
     Py_XDECREF(done);

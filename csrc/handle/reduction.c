@@ -135,5 +135,6 @@ PyObject *gradients_take_reduce_output(struct gradients *gradients) {
 
 void gradients_reduce_release(struct gradients *gradients) {
     Py_CLEAR(gradients->reduce_input);
+    Py_CLEAR(gradients->hook_input);
     Py_CLEAR(gradients->reduce_output);
 }
