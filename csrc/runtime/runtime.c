@@ -146,10 +146,10 @@ int runtime_reset_after_failed_backward(struct runtime *runtime) {
  * the interpreter's lock. Amid a backward of another thread nothing is let go of, so that the wait has an end. */
 int runtime_await_failed_backward(const struct runtime *runtime) {
     const struct timespec moment = {.tv_nsec = 100 * 1000};
-    if (!runtime->callback_queued || !streams_are_real(&runtime->schedule.streams))
+    if (!streams_are_real(&runtime->schedule.streams) || !(runtime->callback_queued || runtime->resetting))
         return 0;
     int running = in_backward();
-    for (int i = 0; i < 500 && !running && runtime->callback_queued; i++) {
+    for (int i = 0; i < 500 && !running && (runtime->callback_queued || runtime->resetting); i++) {
         Py_BEGIN_ALLOW_THREADS nanosleep(&moment, NULL);
         Py_END_ALLOW_THREADS
     }

@@ -151,6 +151,7 @@ def raise_in_backward(trainer: Trainer) -> None:
         with raising_in(trainer.model.module.blocks[block], "register_full_backward_hook"):
             trainer.forward().backward()
         gc.collect()
+        list(trainer.model.parameters())  # returns once autograd's thread has let go
     trainer.step()
 
 

@@ -28,31 +28,8 @@ def _one_of_four() -> Iterator[None]:
         yield
 
 
-# In these programs waits that order something, and are not missed, have no reason yet; in the last one they come and go
-# with the moment at which autograd's thread lets go: benchmarks/results/waits_2026-11-22.md.
-OPEN = {
-    "two streams",
-    "two streams, two forwards",
-    "two streams, evaluate",
-    "offload, gradients read",
-    "offload, write after evaluating",
-    "offload, no limit, forward prefetch",
-    "raise in backward",
-}
-
-
-def chosen(program: str) -> object:
-    """An open one may fail, and may pass by the part of its waits that is looked at."""
-    is_open = pytest.mark.xfail(reason="waits without a reason yet", strict=False)
-    return pytest.param(program, marks=is_open) if program in OPEN else program
-
-
-def test_open_programs_are_chosen_ones() -> None:
-    assert OPEN <= set(CHOSEN)
-
-
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("program", map(chosen, CHOSEN))
+@pytest.mark.parametrize("program", CHOSEN)
 def test_each_wait_is_needed_or_implied_or_explained(program: str) -> None:
     found = look(program, STRIDE)
     assert not found.unexplained()

@@ -45,13 +45,31 @@ CHOSEN = [
 SHOWN = (
     "what is reduced is the sum of no_sync, whose memory .grad shows: it is given back later than that of other sums"
 )
-NOT_WRITTEN = "a step begins in which nothing was written or given back since the one before, under no_sync"
+NOT_WRITTEN = (
+    "a step begins in which nothing was written or given back since the one before, under no_sync for instance"
+)
 IN_PLACE = (
     "a gradient that is not sharded is reduced in place: no memory is given back, and the last unit's wait would do"
 )
 
+GIVEN_BACK = (
+    "memory of streams that the script computed under may have been used and given back under another one: they wait "
+    "for it at the end of a backward, also where none of theirs was"
+)
+FOLLOWED = (
+    "the stream that the script computes under now comes after the one before, whatever is read of what that has made"
+)
+UPLOADED = "uploads begin with the step, as casts of a shard on the device must; the host has waited for what it wrote"
+
 # By program: what waits that order something, and whose absence nothing shows there, are for.
 REASONS: dict[str, dict[Kind, str]] = {
+    "two streams": {("compute", "compute"): GIVEN_BACK},
+    "two streams, two forwards": {("compute", "compute"): GIVEN_BACK, ("unshard", "compute"): NOT_WRITTEN},
+    "two streams, evaluate": {("compute", "compute"): FOLLOWED, ("unshard", "compute"): NOT_WRITTEN},
+    "raise in backward": {("unshard", "compute"): NOT_WRITTEN},
+    "offload, gradients read": {("pre-unshard", "compute"): UPLOADED},
+    "offload, write after evaluating": {("pre-unshard", "compute"): UPLOADED},
+    "offload, no limit, forward prefetch": {("pre-unshard", "compute"): UPLOADED},
     "NO_SHARD": {("compute", "post-backward"): IN_PLACE},
     "raise in backward, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
     "offload, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
@@ -63,8 +81,7 @@ LIMITER = "the limiter bounds how much is gathered at a time; streams are in ord
 
 
 def reasons_of(program: str) -> dict[Kind, str]:
-    arguments = PROGRAMS[program][1]
-    limited = arguments.get("limit_all_gathers", True) and "cpu_offload" not in arguments
+    limited = PROGRAMS[program][1].get("limit_all_gathers", True)
     return REASONS.get(program, {}) | ({("host", "compute"): LIMITER} if limited else {})
 
 
