@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fsdp_c import _C
-from fsdp_c.api import HandleTrainingState
+from fsdp_c.compat.upstream import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_c import _C
-from fsdp_c.api import HandleTrainingState, ShardingStrategy
 from fsdp_c.compat import left_out
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
-from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy
+from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy, HandleTrainingState, ShardingStrategy
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.traversal import ParamInfo, Subtree, clean_name, joined, unwrapped
 

@@ -16,9 +16,11 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import _C
-from fsdp_c.api import (
+from fsdp_c.compat.mixed_use import refuse_torchs_functions, refuse_torchs_methods, refuse_torchs_runtime
+from fsdp_c.compat.upstream import (
     BackwardPrefetch,
     CPUOffload,
+    FSDPExtensions,
     MixedPrecision,
     OptimStateDictConfig,
     ShardingStrategy,
@@ -26,8 +28,6 @@ from fsdp_c.api import (
     StateDictType,
     TrainingState,
 )
-from fsdp_c.compat.mixed_use import refuse_torchs_functions, refuse_torchs_methods, refuse_torchs_runtime
-from fsdp_c.compat.upstream import FSDPExtensions
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.sharding.traversal import check_module, is_composable, is_unit, unwrapped
 from fsdp_c.sharding.wrap import unit_name
