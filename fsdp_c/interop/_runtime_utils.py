@@ -8,7 +8,7 @@ upstream, and what it wraps is what stands here (H-025).
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
@@ -69,7 +69,8 @@ def _get_training_state(handle: FlatParamHandle) -> HandleTrainingState:
 def _get_handle_to_prefetch(state: ShardedModule, current_handle: FlatParamHandle) -> FlatParamHandle | None:
     """The handle to gather ahead while ``current_handle`` computes, or None."""
     training_state = _current["_get_training_state"](current_handle)
-    return state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
+    found = state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
+    return cast("FlatParamHandle | None", found)
 
 
 ORIGINALS: dict[str, Callable[..., Any]] = {

@@ -236,6 +236,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     found already. Raises ValueError for parameters that do not fit into one flat parameter.
     """
 
+    flat_param: FlatParameter
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -327,6 +329,11 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.fake_all_gather(_fake_group(process_group))
         if self._use_fake_reduce:
             self.fake_reduce_scatter(_fake_group(process_group))
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an extension flattened any of the parameters."""
+        return any(extension is not None for extension in self.flat_param._param_extensions)
 
     @functools.cached_property
     def managed_params(self) -> list[ManagedParam]:

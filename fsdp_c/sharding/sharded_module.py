@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handle
+        return cast("FlatParamHandle | None", self._unit.handle)  # C hands out what it was given
 
     @property
     def _has_params(self) -> bool:
@@ -106,13 +106,13 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        handle = self._unit.handle
+        handle = self._handle
         return None if handle is None else handle.flat_param
 
     @property
     def params(self) -> list[FlatParameter]:
         """The flat parameter, in a list that is empty for a unit without parameters."""
-        handle = self._unit.handle
+        handle = self._handle
         return [] if handle is None else [handle.flat_param]
 
     @property
@@ -205,7 +205,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
 def handle_of(module: ShardedModule) -> FlatParamHandle:
     """The handle of a module whose unit has parameters."""
-    handle = module._unit.handle
+    handle = module._handle
     assert handle is not None
     return handle
 

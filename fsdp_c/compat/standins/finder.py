@@ -82,9 +82,8 @@ def names() -> dict[str, object]:
 
 def public_names() -> dict[str, Any]:
     """What ``torch.distributed.fsdp`` exports of FSDP1."""
-    import fsdp_c
-
-    return {name: getattr(fsdp_c, name) for name in (*fsdp_c.__all__, "FlatParameter")}
+    ours = importlib.import_module("fsdp_c")
+    return {name: getattr(ours, name) for name in (*ours.__all__, "FlatParameter")}
 
 
 def put_public_names(package: ModuleType) -> list[str]:
