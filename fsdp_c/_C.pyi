@@ -4,20 +4,19 @@ Three owners nest: a ``FlatLayout`` (immutable integers) in a ``Handle`` (one fl
 a ``Unit`` (one FullyShardedDataParallel instance), and the units of one tree in a ``Runtime`` (one per root). Python
 checks arguments once, names FQNs and holds context managers; every decision about sharding state is made here.
 
-Attributes are read-only unless they are said to be writable. What is imported from fsdp_c below are the classes whose
-objects C is given, and hands out again.
+Attributes are read-only unless they are said to be writable. Modules and handles that are handed out are those that
+were given: a FullyShardedDataParallel, a FlatParamHandle.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from typing_extensions import disjoint_base
 
-from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule
+_AnyHandle = TypeVar("_AnyHandle", bound=Handle)
 
 # Handle.param_state: what the storage holds
 PARAM_SHARDED: int
@@ -127,7 +126,7 @@ class Handle:
         self,
         *,
         layout: FlatLayout,
-        flat_param: FlatParameter,  # holds this rank's shard
+        flat_param: nn.Parameter,  # holds this rank's shard
         params: list[nn.Parameter] | None,  # the original parameters, None unless use_orig_params
         shapes: tuple[torch.Size, ...],
         strides: tuple[tuple[int, ...] | None, ...],  # None for a contiguous parameter
@@ -155,7 +154,7 @@ class Handle:
     name: str  # writable: what errors call the unit
     optimizer_in_backward: bool  # writable: ``step_in_backward()`` is called once the unit's gradients are reduced
     op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
-    flat_param: FlatParameter
+    flat_param: nn.Parameter
     layout: FlatLayout
     param_state: int
     training_state: int
@@ -224,8 +223,8 @@ class Unit:
 
     def __init__(
         self,
-        module: ShardedModule,  # which owns the unit; forward calls its _lazy_init()
-        handle: FlatParamHandle | None,  # None when the unit has no parameters of its own
+        module: nn.Module,  # which owns the unit; forward calls its _lazy_init()
+        handle: Handle | None,  # None when the unit has no parameters of its own
         *,
         name: str,
         param_dtype: torch.dtype | None,  # cast of floating inputs: the mixed precision's param_dtype
@@ -237,7 +236,7 @@ class Unit:
         full_precision_in_eval: bool,  # forward calls its _cast_buffers_for_mode() when it is the root
     ) -> None:
         """RuntimeError when called twice on one object."""
-    handle: FlatParamHandle | None
+    handle: Handle | None
     runtime: Runtime | None
     is_root: bool | None  # None before lazy init
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
@@ -259,7 +258,7 @@ class Unit:
         """After a forward: gather again when a gradient comes to a tensor in ``outputs``."""
     def register_post_backward_hook(self) -> None:
         """In a forward, once gathered: the shown parameters pass their gradients on to the unit, if any needs one."""
-    def handle_to_prefetch(self, training_state: int, /) -> FlatParamHandle | None:
+    def handle_to_prefetch(self, training_state: int, /) -> Handle | None:
         """The handle that is gathered ahead while this unit's is in ``training_state``, or None."""
     def set_summoning(self, summoning: bool, /) -> None:
         """Enter or leave USE_SUMMON_FULL_PARAMS; for a unit without a handle, whose state would say it otherwise."""
@@ -307,7 +306,7 @@ def live_unsharded_nbytes() -> int:
 def peak_unsharded_nbytes(reset: bool = False) -> int:
     """The highest value of live_unsharded_nbytes since the last reset."""
 
-def watch_gradients(function: Callable[[FlatParamHandle, tuple[Any, ...] | None], object] | None, /) -> None:
+def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], object] | None, /) -> None:
     """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None per
     parameter) with each contribution, None before its reduction, which all ranks of its groups reach. None: nobody."""
 

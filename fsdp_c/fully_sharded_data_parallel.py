@@ -391,7 +391,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _cast_buffers_for_mode(self) -> None:
         """The unit in C calls it before a forward of the root, with FSDP_USE_FULL_PREC_IN_EVAL alone."""
-        own = self._unit.handle
+        own = self._handle
         handles = [own] if own is not None else self._all_handles
         if any(handle._force_full_precision for handle in handles):
             buffers.cast_back(self)

@@ -6,6 +6,8 @@ Each check takes a tree and returns its violations, so that planted ones show th
 import ast
 import re
 from collections.abc import Callable, Iterator
+from importlib.util import resolve_name
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,18 @@ from tests.planting import plant
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime", "python")
+PYTHON_LAYERS = (  # packages, and modules beside them
+    ("compat",),
+    ("_C",),
+    ("sharding",),
+    ("tools",),
+    ("training",),
+    ("state",),
+    ("checkpoint",),
+    ("api", "debug", "fully_sharded_data_parallel", "optim", "sharded_grad_scaler", "where", "wrap"),
+    ("interop",),
+    ("__init__", "__main__", "cli"),
+)
 WITHOUT_PYTHON = ("base", "layout", "kernels")
 STATE_OWNERS = {"param_state": {"handle"}, "training_state": {"handle", "runtime"}}
 LIBTORCH_NAME = re.compile(
@@ -130,39 +144,55 @@ def state_violations(root: Path) -> list[str]:
     return found
 
 
-def imported_modules(path: Path, package: Path) -> set[str]:
-    """The modules of the package that a file imports, anywhere in it; "" is the package itself."""
+def python_modules(root: Path) -> dict[str, Path]:
+    """The modules of fsdp_c/ by their dotted names below it; those of packages end in ``__init__``."""
+    package = root / "fsdp_c"
+    files = sorted(path for path in package.rglob("*") if path.suffix in (".py", ".pyi"))
+    return {".".join(path.relative_to(package).with_suffix("").parts): path for path in files}
 
-    def module(dotted: str) -> str:
-        return dotted.partition(".")[0]
 
-    def is_module(name: str) -> bool:
-        return any((package / f"{name}{suffix}").exists() for suffix in (".py", ".pyi", ""))
+def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
+    """The modules of the package that one imports, anywhere in it; what is no module of it counts as its own top."""
+
+    def module(dotted: str) -> str | None:
+        rest = dotted.removeprefix("fsdp_c").lstrip(".")
+        return next((one for one in (rest, f"{rest}.__init__".lstrip(".")) if one in modules), None)
 
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(modules[name].read_text())):
         if isinstance(node, ast.Import):
-            dotted = [alias.name.partition(".") for alias in node.names]
-            found.update(module(rest) for top, _, rest in dotted if top == package.name)
+            sources = [alias.name for alias in node.names]
+            found.update(module(one) or "__init__" for one in sources if one.partition(".")[0] == "fsdp_c")
         elif isinstance(node, ast.ImportFrom):
-            top, _, rest = (node.module or "").partition(".")
-            if node.level == 0 and top != package.name:
-                continue
-            source = (node.module or "") if node.level else rest
-            names = [alias.name for alias in node.names]
-            found.update([module(source)] if source else [name if is_module(name) else "" for name in names])
+            source = resolve_name("." * node.level + (node.module or ""), f"fsdp_c.{name}".rpartition(".")[0])
+            if source.partition(".")[0] == "fsdp_c":
+                found.update(module(f"{source}.{one.name}") or module(source) or "__init__" for one in node.names)
     return found
 
 
 def cycle_violations(root: Path) -> list[str]:
     """Import cycles among the modules of fsdp_c/, imports inside functions included."""
-    package = root / "fsdp_c"
-    names = {path: "" if path.stem == "__init__" else path.stem for path in sorted(package.glob("*.py"))}
-    waiting = {name: imported_modules(path, package) - {name} for path, name in names.items()}
+    modules = python_modules(root)
+    waiting = {name: imported_modules(name, modules) - {name} for name in modules}
     while free := [name for name, imported in waiting.items() if not imported & waiting.keys()]:
         for name in free:
             del waiting[name]
     return [f"fsdp_c.{name} is in an import cycle or imports one" for name in sorted(waiting)]
+
+
+def python_layer_of(name: str) -> int:
+    """The place of a module in PYTHON_LAYERS, -1 for one that is in none."""
+    return next((place for place, layer in enumerate(PYTHON_LAYERS) if name.split(".")[0] in layer), -1)
+
+
+def python_layer_violations(root: Path) -> list[str]:
+    """Imports of a later layer, and modules outside the layers."""
+    modules = python_modules(root)
+    found = [f"fsdp_c.{name} is in no layer" for name in modules if python_layer_of(name) < 0]
+    for name in modules:
+        later = [one for one in imported_modules(name, modules) if python_layer_of(one) > python_layer_of(name)]
+        found += [f"fsdp_c.{name} imports fsdp_c.{one} of a later layer" for one in sorted(later)]
+    return found
 
 
 CHECKS: list[Check] = [
@@ -172,6 +202,7 @@ CHECKS: list[Check] = [
     language_violations,
     state_violations,
     cycle_violations,
+    python_layer_violations,
 ]
 
 
@@ -184,6 +215,15 @@ def test_every_layer_of_the_list_is_there() -> None:
     folders = {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()}
     assert folders == set(LAYERS)
     assert all(any((ROOT / "csrc" / layer).glob("*.[ch]")) for layer in LAYERS)
+    assert {name.split(".")[0] for name in python_modules(ROOT)} == {name for layer in PYTHON_LAYERS for name in layer}
+
+
+def test_the_page_lists_the_layers_in_their_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| ((?:`(?:csrc|fsdp_c)/[\w./]+`(?:, )?)+) \|", page, re.MULTILINE)
+    listed = [tuple(re.findall(r"`(\w+/\w+)", row)) for row in rows]
+    layers = [(f"csrc/{layer}",) for layer in LAYERS]
+    assert listed == layers + [tuple(f"fsdp_c/{name}" for name in layer) for layer in PYTHON_LAYERS]
 
 
 HANDLE_C = """
@@ -213,6 +253,11 @@ SOUND = {
     "fsdp_c/api.py": "from fsdp_c._C import Unit\n",
     "fsdp_c/wrap.py": "from . import api\nimport torch\n",
     "fsdp_c/_C.pyi": "class Unit: ...\n",
+    "fsdp_c/state/__init__.py": "",
+    "fsdp_c/state/values.py": "def rows(): ...\n",
+    "fsdp_c/checkpoint/__init__.py": "from fsdp_c.checkpoint.saving import save\n",
+    "fsdp_c/checkpoint/saving.py": "from . import folder\nfrom ..state.values import rows\n",
+    "fsdp_c/checkpoint/folder.py": "import fsdp_c.state.values\n",
 }
 PLANTED = [
     (include_violations, "csrc/base/memory.c", '#include "torch/tensor.h"'),
@@ -227,6 +272,12 @@ PLANTED = [
     (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
+    (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import saving\n"),
+    (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import save\n"),
+    (python_layer_violations, "fsdp_c/extra.py", "x = 1\n"),
+    (python_layer_violations, "fsdp_c/state/values.py", "from ..checkpoint import folder\n"),
+    (python_layer_violations, "fsdp_c/state/values.py", "def late():\n    import fsdp_c.checkpoint.folder\n"),
+    (python_layer_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c import A\n"),
 ]
 
 
@@ -240,6 +291,17 @@ def test_a_sound_tree_has_no_violations(check: Check, tmp_path: Path) -> None:
 def test_a_planted_violation_is_found(check: Check, name: str, text: str, tmp_path: Path) -> None:
     plant(tmp_path, SOUND | {name: text})
     assert check(tmp_path)
+
+
+@pytest.mark.parametrize(("lower", "upper"), list(pairwise(PYTHON_LAYERS)), ids=lambda layer: layer[0])
+def test_an_import_of_the_next_layer_is_found(lower: tuple[str, ...], upper: tuple[str, ...], tmp_path: Path) -> None:
+    """Whichever module of whichever layer it is in."""
+    for name in lower:
+        for other in upper:
+            imported = {f"fsdp_c/{other}.py": "", f"fsdp_c/{name}.py": f"from fsdp_c.{other} import late\n"}
+            plant(tmp_path / f"{name}_{other}", imported)
+            expected = [f"fsdp_c.{name} imports fsdp_c.{other} of a later layer"]
+            assert python_layer_violations(tmp_path / f"{name}_{other}") == expected
 
 
 def test_comments_are_no_violations(tmp_path: Path) -> None:

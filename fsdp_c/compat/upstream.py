@@ -5,6 +5,8 @@ package. Where it has none any more, those of ``fsdp_c.compat.standins`` take th
 found under their old names, so that old pickles load: see ``fsdp_c.compat.standins.finder``.
 """
 
+# ruff: noqa: F401  # names that others import from here
+
 from __future__ import annotations
 
 import sys
@@ -12,78 +14,6 @@ from collections.abc import Callable
 from types import ModuleType
 
 import torch
-
-__all__ = [
-    "FSDP_FLATTENED",
-    "FSDP_PREFIX",
-    "FSDP_WRAPPED_MODULE",
-    "HAS_FSDP1",
-    "HYBRID_SHARDING_STRATEGIES",
-    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
-    "RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
-    "WHY_NO_FSDP1",
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CustomPolicy",
-    "FSDPExtensions",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "HandleShardingStrategy",
-    "HandleTrainingState",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-    "TrainingState",
-    "_FSDPState",
-    "_Policy",
-    "_all_gather_dtensor",
-    "_apply_to_modules",
-    "_assert_in_training_states",
-    "_construct_wrap_fn",
-    "_create_chunk_dtensor",
-    "_create_chunk_sharded_tensor",
-    "_ext_all_gather_dtensor",
-    "_ext_chunk_dtensor",
-    "_ext_chunk_tensor",
-    "_ext_post_unflatten_transform",
-    "_ext_pre_flatten_transform",
-    "_ext_pre_load_state_dict_transform",
-    "_get_module_fsdp_state",
-    "_get_module_fsdp_state_if_fully_sharded_module",
-    "_get_param_to_fqns",
-    "_has_fsdp_params",
-    "_is_composable",
-    "_is_fsdp_flattened",
-    "_module_handle",
-    "_named_parameters_with_duplicates",
-    "_or_policy",
-    "_post_order_apply",
-    "_recursive_wrap",
-    "_run_mixed_precision_override_policy",
-    "_set_fsdp_extensions",
-    "_set_fsdp_flattened",
-    "_wrap_module_cls_individually",
-    "always_wrap_policy",
-    "clean_tensor_name",
-    "copies_containers_of_inputs",
-    "dtensor_extensions",
-    "enable_wrap",
-    "fsdp2_module_class",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "torch_version",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
 
 # ----------------------------------------------------------------- FSDP1's names
 
@@ -141,7 +71,7 @@ try:
         StateDictSettings,
         StateDictType,
     )
-    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as _  # noqa: F401
+    from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel as _
     from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
     from torch.distributed.fsdp.wrap import (
         CustomPolicy,
@@ -163,82 +93,14 @@ try:
 except ImportError as _error:
     WHY_NO_FSDP1 = str(_error)
     from fsdp_c.compat.standins import finder as _finder
-    from fsdp_c.compat.standins.api import (
-        BackwardPrefetch,
-        CPUOffload,
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        HandleShardingStrategy,
-        HandleTrainingState,
-        LocalOptimStateDictConfig,
-        LocalStateDictConfig,
-        MixedPrecision,
-        OptimStateDictConfig,
-        OptimStateKeyType,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        ShardingStrategy,
-        StateDictConfig,
-        StateDictSettings,
-        StateDictType,
-        TrainingState,
-    )
-    from fsdp_c.compat.standins.common_utils import (
-        FSDP_FLATTENED,
-        FSDP_PREFIX,
-        FSDP_WRAPPED_MODULE,
-        _apply_to_modules,
-        _assert_in_training_states,
-        _FSDPState,
-        _get_module_fsdp_state,
-        _get_module_fsdp_state_if_fully_sharded_module,
-        _get_param_to_fqns,
-        _has_fsdp_params,
-        _is_composable,
-        _is_fsdp_flattened,
-        _module_handle,
-        _named_parameters_with_duplicates,
-        _set_fsdp_flattened,
-        clean_tensor_name,
-    )
-    from fsdp_c.compat.standins.fsdp_extensions import (
-        FSDPExtensions,
-        _ext_all_gather_dtensor,
-        _ext_chunk_dtensor,
-        _ext_chunk_tensor,
-        _ext_post_unflatten_transform,
-        _ext_pre_flatten_transform,
-        _ext_pre_load_state_dict_transform,
-        _set_fsdp_extensions,
-    )
-    from fsdp_c.compat.standins.shard_utils import (
-        _all_gather_dtensor,
-        _create_chunk_dtensor,
-        _create_chunk_sharded_tensor,
-    )
-    from fsdp_c.compat.standins.wrap import (
-        CustomPolicy,
-        ModuleWrapPolicy,
-        _construct_wrap_fn,
-        _or_policy,
-        _Policy,
-        _post_order_apply,
-        _recursive_wrap,
-        _run_mixed_precision_override_policy,
-        _wrap_module_cls_individually,
-        always_wrap_policy,
-        enable_wrap,
-        lambda_auto_wrap_policy,
-        size_based_auto_wrap_policy,
-        transformer_auto_wrap_policy,
-        wrap,
-    )
 
+    globals().update(_finder.names())
     _finder.insert()
 
 HAS_FSDP1 = not WHY_NO_FSDP1
 
 HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
 RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (HandleShardingStrategy.FULL_SHARD, HandleShardingStrategy.HYBRID_SHARD)
 NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES = (
     HandleShardingStrategy.SHARD_GRAD_OP,
@@ -251,7 +113,7 @@ def dtensor_extensions() -> Callable[[ModuleType], FSDPExtensions]:
     try:
         from torch.distributed.tensor.parallel.fsdp import DTensorExtensions
     except ImportError:
-        from fsdp_c.compat.standins.dtensor_extensions import DTensorExtensions
+        from fsdp_c.compat.standins.dtensor_extensions import DTensorExtensions  # type: ignore[assignment]  # of other types
     return DTensorExtensions
 
 

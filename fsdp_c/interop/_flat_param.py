@@ -1,5 +1,7 @@
 """The names of torch.distributed.fsdp._flat_param that libraries use."""
 
+# ruff: noqa: F401
+
 from fsdp_c.compat.upstream import (
     NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
     RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES,
@@ -12,14 +14,3 @@ from fsdp_c.sharding.flat_param import (
     ParamInfo,
     SharedParamInfo,
 )
-
-__all__ = [
-    "NO_RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
-    "RESHARD_AFTER_FORWARD_HANDLE_STRATEGIES",
-    "FlatParamHandle",
-    "FlatParamShardMetadata",
-    "FlatParameter",
-    "HandleShardingStrategy",
-    "ParamInfo",
-    "SharedParamInfo",
-]

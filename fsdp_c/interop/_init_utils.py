@@ -2,8 +2,7 @@
 
 import torch.distributed as dist
 
-from fsdp_c.api import NO_RESHARD_AFTER_FORWARD_STRATEGIES
-from fsdp_c.compat.upstream import HYBRID_SHARDING_STRATEGIES
+from fsdp_c.compat.upstream import HYBRID_SHARDING_STRATEGIES, NO_RESHARD_AFTER_FORWARD_STRATEGIES
 from fsdp_c.sharding.construction import groups_of_nodes
 
 __all__ = [

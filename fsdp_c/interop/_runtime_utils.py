@@ -8,12 +8,12 @@ upstream, and what it wraps is what stands here (H-025).
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from fsdp_c import _C
-from fsdp_c.api import HandleTrainingState
+from fsdp_c.compat.upstream import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule
 
@@ -69,7 +69,8 @@ def _get_training_state(handle: FlatParamHandle) -> HandleTrainingState:
 def _get_handle_to_prefetch(state: ShardedModule, current_handle: FlatParamHandle) -> FlatParamHandle | None:
     """The handle to gather ahead while ``current_handle`` computes, or None."""
     training_state = _current["_get_training_state"](current_handle)
-    return state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
+    found = state._unit.handle_to_prefetch(list(HandleTrainingState).index(training_state))
+    return cast("FlatParamHandle | None", found)
 
 
 ORIGINALS: dict[str, Callable[..., Any]] = {

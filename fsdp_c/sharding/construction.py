@@ -15,14 +15,17 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import _C
-from fsdp_c.api import (
+from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
     CPUOffload,
+    FSDPExtensions,
     MixedPrecision,
     ShardingStrategy,
+    _FSDPState,
+    dtensor_extensions,
+    fsdp2_module_class,
 )
-from fsdp_c.compat.upstream import FSDPExtensions, _FSDPState, dtensor_extensions, fsdp2_module_class
 from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
 from fsdp_c.sharding.traversal import Subtree, clean_name, is_composable, is_unit, joined
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from fsdp_c import _C
-from fsdp_c.api import HandleTrainingState, ShardingStrategy
 from fsdp_c.compat import left_out
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
-from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy
+from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy, HandleTrainingState, ShardingStrategy
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.traversal import ParamInfo, Subtree, clean_name, joined, unwrapped
 
@@ -237,6 +236,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     found already. Raises ValueError for parameters that do not fit into one flat parameter.
     """
 
+    flat_param: FlatParameter
+
     def __init__(
         self,
         params: Sequence[nn.Parameter],
@@ -328,6 +329,11 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.fake_all_gather(_fake_group(process_group))
         if self._use_fake_reduce:
             self.fake_reduce_scatter(_fake_group(process_group))
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether an extension flattened any of the parameters."""
+        return any(extension is not None for extension in self.flat_param._param_extensions)
 
     @functools.cached_property
     def managed_params(self) -> list[ManagedParam]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,11 @@ from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c import _C
-from fsdp_c.api import (
+from fsdp_c.compat.mixed_use import refuse_torchs_functions, refuse_torchs_methods, refuse_torchs_runtime
+from fsdp_c.compat.upstream import (
     BackwardPrefetch,
     CPUOffload,
+    FSDPExtensions,
     MixedPrecision,
     OptimStateDictConfig,
     ShardingStrategy,
@@ -26,8 +28,6 @@ from fsdp_c.api import (
     StateDictType,
     TrainingState,
 )
-from fsdp_c.compat.mixed_use import refuse_torchs_functions, refuse_torchs_methods, refuse_torchs_runtime
-from fsdp_c.compat.upstream import FSDPExtensions
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
 from fsdp_c.sharding.traversal import check_module, is_composable, is_unit, unwrapped
 from fsdp_c.sharding.wrap import unit_name
@@ -98,7 +98,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handle
+        return cast("FlatParamHandle | None", self._unit.handle)  # C hands out what it was given
 
     @property
     def _has_params(self) -> bool:
@@ -106,13 +106,13 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def _flat_param(self) -> FlatParameter | None:
-        handle = self._unit.handle
+        handle = self._handle
         return None if handle is None else handle.flat_param
 
     @property
     def params(self) -> list[FlatParameter]:
         """The flat parameter, in a list that is empty for a unit without parameters."""
-        handle = self._unit.handle
+        handle = self._handle
         return [] if handle is None else [handle.flat_param]
 
     @property
@@ -205,7 +205,7 @@ class ShardedModule(nn.Module, _FSDPState):
 
 def handle_of(module: ShardedModule) -> FlatParamHandle:
     """The handle of a module whose unit has parameters."""
-    handle = module._unit.handle
+    handle = module._handle
     assert handle is not None
     return handle
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from fsdp_c import _C
 from fsdp_c.compat.upstream import FSDPExtensions
 
 Views = tuple[Tensor, ...]
@@ -98,11 +97,6 @@ def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
     return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
 
 
-def is_parallel(handle: _C.Handle) -> bool:
-    """Whether the handle has parameters that an extension flattened."""
-    return any(one is not None for one in handle.flat_param._param_extensions)
-
-
 def local(tensor: Tensor) -> Tensor:
     """What a DTensor holds on this rank; other tensors as they are."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -114,33 +108,6 @@ def sharding_groups(param_extension: ParamExtension) -> tuple[dist.ProcessGroup,
         return ()
     mesh, placements = param_extension.mesh, param_extension.placements
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-
-
-def grads_by_groups(handle: _C.Handle) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
-    """The gradients of this rank's shard, by the tensor parallel groups over which they are sharded.
-
-    Every rank has the same groups in the same order, with or without gradients.
-    """
-    found: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for index, param_extension in enumerate(handle.flat_param._param_extensions):
-        grads = found.setdefault(sharding_groups(param_extension), [])
-        grad = _param_grad(handle, index)
-        if grad is not None:
-            grads.append(grad)
-    return found
-
-
-def _param_grad(handle: _C.Handle, index: int) -> Tensor | None:
-    """The part of the gradient that belongs to one parameter."""
-    flat_param, layout = handle.flat_param, handle.layout
-    if flat_param._params is not None:
-        return flat_param._params[index].grad
-    in_shard, offset, numel, _ = layout.shard_ranges()[index]
-    if not layout.sharded:
-        in_shard, offset, numel = True, layout.param_offsets[index], layout.param_numels[index]
-    if flat_param.grad is None or not in_shard:
-        return None
-    return flat_param.grad.narrow(0, offset, numel)
 
 
 def _refuse_dtensors(params: Sequence[nn.Parameter], fqns: Sequence[str]) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_c.api import OptimStateKeyType, StateDictType
 from fsdp_c.compat.aliases import OptimInput, StateDict
+from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import Key, OptimParams, names_of_params, params_of_input

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp_c.api import (
+from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.upstream import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -31,7 +32,6 @@ from fsdp_c.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit

@@ -21,12 +21,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 
-from fsdp_c.api import ShardingStrategy, StateDictType
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
-from fsdp_c.sharding.tensor_parallel import is_parallel, like
+from fsdp_c.sharding.tensor_parallel import like
 from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
 from fsdp_c.state.sharded_values import (
     ParamForm,
@@ -93,7 +93,7 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
 
 def _waits(module: ShardedModule) -> bool:
     """Whether the modules themselves copy full values in: shown ones, and DTensors, which know how."""
-    return is_summoned(module) or (is_full(module) and is_parallel(handle_of(module)))
+    return is_summoned(module) or (is_full(module) and handle_of(module).is_parallel)
 
 
 def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:

@@ -22,7 +22,6 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.sharding.tensor_parallel import is_parallel
 from fsdp_c.sharding.traversal import FLAT_PARAM
 from fsdp_c.state.redistribution import gather
 from fsdp_c.state.sharded_values import (
@@ -103,7 +102,7 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
             shown.append(module)
             continue
         handle_of(module).writeback()
-        if is_parallel(handle_of(module)):
+        if handle_of(module).is_parallel:
             with summoned(module):
                 values[module] = [] if is_dropped(module) else _copies_of_shown(module)
         elif handle_of(module).layout.sharded:
@@ -122,7 +121,7 @@ def full_values(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Te
 def gathered_values(module: ShardedModule, rank0_only: bool, offload_to_cpu: bool) -> list[Tensor]:
     """Copies of one unit's whole parameters; empty where ``rank0_only`` leaves this rank nothing. Collective."""
     handle_of(module).writeback()
-    if is_parallel(handle_of(module)):
+    if handle_of(module).is_parallel:
         with summoned(module):
             copies = [] if rank0_only and module.rank else _copies_of_shown(module)
     elif handle_of(module).layout.sharded:

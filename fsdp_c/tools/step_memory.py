@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fsdp_c.api import BackwardPrefetch
+from fsdp_c.compat.upstream import BackwardPrefetch
 
 
 class StepUnit(NamedTuple):

@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C
-from fsdp_c.api import (
+from fsdp_c.compat.aliases import Kwargs
+from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,
     NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     BackwardPrefetch,
     MixedPrecision,
     ShardingStrategy,
 )
-from fsdp_c.compat.aliases import Kwargs
 from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, aligned_numel, check_uniform
 from fsdp_c.sharding.sharded_module import ShardedModule, units_with_paths

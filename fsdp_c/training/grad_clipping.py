@@ -6,7 +6,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
             f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
         )
     sharded_handles, whole_handles = _handles(root)
-    if not sharded_handles and not any(map(tensor_parallel.is_parallel, whole_handles)):
+    if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
         return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)
     max_norm, norm_type = float(max_norm), float(norm_type)
     handles = sharded_handles + whole_handles
@@ -64,7 +64,8 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
     """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every rank."""
     assert root._unit.runtime is not None
-    handles = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
+    found = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
+    handles = cast("list[FlatParamHandle]", found)
     sharded = [handle for handle in handles if handle.uses_sharded_strategy]
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
 
@@ -72,12 +73,39 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
 def _grads_of(handles: Sequence[FlatParamHandle]) -> GradsByGroups:
     found: GradsByGroups = {(): []}
     for handle in handles:
-        if tensor_parallel.is_parallel(handle):
-            for groups, grads in tensor_parallel.grads_by_groups(handle).items():
+        if handle.is_parallel:
+            for groups, grads in _grads_by_groups(handle).items():
                 found.setdefault(groups, []).extend(grads)
         else:
             found[()] += handle.sharded_grads()
     return found
+
+
+def _grads_by_groups(handle: FlatParamHandle) -> GradsByGroups:
+    """The gradients of this rank's shard, by the tensor parallel groups over which they are sharded.
+
+    Every rank has the same groups in the same order, with or without gradients.
+    """
+    found: GradsByGroups = {}
+    for index, param_extension in enumerate(handle.flat_param._param_extensions):
+        grads = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
+        grad = _param_grad(handle, index)
+        if grad is not None:
+            grads.append(grad)
+    return found
+
+
+def _param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
+    """The part of the gradient that belongs to one parameter."""
+    flat_param, layout = handle.flat_param, handle.layout
+    if flat_param._params is not None:
+        return flat_param._params[index].grad
+    in_shard, offset, numel, _ = layout.shard_ranges()[index]
+    if not layout.sharded:
+        in_shard, offset, numel = True, layout.param_offsets[index], layout.param_numels[index]
+    if flat_param.grad is None or not in_shard:
+        return None
+    return flat_param.grad.narrow(0, offset, numel)
 
 
 def _add_unmanaged_grads(found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle]) -> None:

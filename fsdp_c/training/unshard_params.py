@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c import _C
-from fsdp_c.api import ShardingStrategy
+from fsdp_c.compat.upstream import ShardingStrategy
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_sharded_module, units_of

@@ -17,6 +17,7 @@ from fsdp_c.compat import upstream
 from fsdp_c.tools import environment
 
 ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
 
 
 def call(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Boun
 
 import fsdp_c
 
+pytestmark = pytest.mark.usefixtures("units_left_by_others_unseen")
 KEPT = {"class": torch_fsdp.FullyShardedDataParallel}  # not a name of a module, so that install() leaves it
 
 

@@ -73,11 +73,17 @@ class _Loader(Loader):
             sys.modules[module.__name__] = importlib.import_module(OURS[module.__name__])
 
 
+def names() -> dict[str, object]:
+    """What the stand-ins define, by name."""
+    modules = ("api", "common_utils", "fsdp_extensions", "shard_utils", "wrap")
+    contents = [vars(importlib.import_module(f"{__package__}.{module}")) for module in modules]
+    return {name: value for content in contents for name, value in content.items() if not name.startswith("__")}
+
+
 def public_names() -> dict[str, Any]:
     """What ``torch.distributed.fsdp`` exports of FSDP1."""
-    import fsdp_c
-
-    return {name: getattr(fsdp_c, name) for name in (*fsdp_c.__all__, "FlatParameter")}
+    ours = importlib.import_module("fsdp_c")
+    return {name: getattr(ours, name) for name in (*ours.__all__, "FlatParameter")}
 
 
 def put_public_names(package: ModuleType) -> list[str]:
