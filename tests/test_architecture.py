@@ -14,9 +14,9 @@ from tests.planting import plant
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime", "python")
-STATEFUL = ("handle",)
+STATEFUL = ("handle", "runtime")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
-STATE_OWNERS = {"param_state": {"handle"}, "training_state": {"handle", "runtime"}}
+STATE_OWNERS = {"param_state": "handle", "training_state": "handle", "shown": "handle", "phase": "runtime"}
 LIBTORCH_NAME = re.compile(
     r"\b(aoti_\w+|AtenTensorHandle|StableListHandle|StringHandle|torch_(?:library|call|parallel|exception|list|dtype)\w*)\b"
 )
@@ -264,16 +264,16 @@ def ownership_violations(root: Path) -> list[str]:
 
 
 def state_violations(root: Path) -> list[str]:
-    """State enums that are not assigned in exactly one function of each layer that owns one, or in any other layer."""
+    """State enums that are not assigned in exactly one function of the layer that owns them, or in any other layer."""
     found = []
-    for field, owners in STATE_OWNERS.items():
-        writers: dict[str, set[str]] = {layer: set() for layer in owners}
+    for field, owner in STATE_OWNERS.items():
+        writers: dict[str, set[str]] = {owner: set()}
         for name, text in c_files(root).items():
             for function, body in functions_of(text):
                 if re.search(rf"(->|\.)\s*{field}\s*=(?!=)", body):
                     writers.setdefault(name.split("/")[0], set()).add(f"{name}:{function}")
         for layer, functions in writers.items():
-            if len(functions) != (1 if layer in owners else 0):
+            if len(functions) != (1 if layer == owner else 0):
                 found.append(f"{field} is assigned in {layer}/ by {sorted(functions) or 'no function'}")
     return found
 
@@ -347,13 +347,15 @@ int handle_move(struct handle *h, int to)
     return aoti_torch_x(h->param_state == to);
 }
 void handle_use(struct handle *h, int to) { if (to && lower_verb(&h->lower)) { h->training_state = to; } }
+void handle_show(struct handle *h, int to) { h->shown = to; }
 """
 HANDLE_H = """
 #include "torch/tensor.h"
 #include "lower.h"
-struct handle { struct lower lower; int param_state, training_state; };
+struct handle { struct lower lower; int param_state, training_state, shown; };
 int handle_move(struct handle *h, int to);
 void handle_use(struct handle *h, int to);
+void handle_show(struct handle *h, int to);
 """
 LOWER_H = """
 struct lower { int count; PyObject *shard; };
@@ -362,7 +364,7 @@ int lower_verb(struct lower *lower);
 UNIT_C = """
 int unit_use(struct unit *u, int to)
 {
-    u->training_state = to;
+    u->phase = to;
     return 0;
 }
 """
@@ -372,7 +374,7 @@ SOUND = {
     "csrc/handle/handle.h": HANDLE_H,
     "csrc/handle/lower.h": LOWER_H,
     "csrc/handle/lower.c": "int lower_verb(struct lower *lower) { return ++lower->count; }",
-    "csrc/runtime/unit.h": "struct unit { struct handle *handle; int training_state; };\nint unit_use(struct unit *);",
+    "csrc/runtime/unit.h": "struct unit { struct handle *handle; int phase; };\nint unit_use(struct unit *);",
     "csrc/handle/handle.c": HANDLE_C,
     "csrc/runtime/unit.c": UNIT_C,
     "fsdp_c/__init__.py": "from .api import A\nfrom . import wrap\n",
@@ -389,7 +391,7 @@ PLANTED = [
     (libtorch_violations, "csrc/runtime/stream.c", "void wait(void) { torch_parallel_for(0); }"),
     (language_violations, "csrc/torch/ops.cpp", "int x;"),
     (state_violations, "csrc/handle/second.c", "void sneak(struct handle *h) { h->param_state = 0; }"),
-    (state_violations, "csrc/python/type.c", "void sneak(struct unit *u)\n{\n    u->training_state = 0;\n}"),
+    (state_violations, "csrc/python/type.c", "void sneak(struct unit *u)\n{\n    u->phase = 0;\n}"),
     (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
     (declaration_violations, "csrc/base/second.h", "void *memory_new(void);"),
     (declaration_violations, "csrc/base/second.h", "extern int memory_count;"),
