@@ -28,8 +28,9 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("interop",),
     ("__init__", "__main__", "cli"),
 )
+STATEFUL = ("handle", "runtime")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
-STATE_OWNERS = {"param_state": {"handle"}, "training_state": {"handle", "runtime"}}
+STATE_OWNERS = {"param_state": "handle", "training_state": "handle", "shown": "handle", "phase": "runtime"}
 LIBTORCH_NAME = re.compile(
     r"\b(aoti_\w+|AtenTensorHandle|StableListHandle|StringHandle|torch_(?:library|call|parallel|exception|list|dtype)\w*)\b"
 )
@@ -111,8 +112,8 @@ def language_violations(root: Path) -> list[str]:
     return [f"{path.relative_to(root)} is not C" for path in paths if path.suffix not in (".c", ".h", ".cu")]
 
 
-def functions_of(text: str) -> Iterator[tuple[str, str]]:
-    """(name, body) of each function definition in C text without comments."""
+def definitions_of(text: str) -> Iterator[tuple[str, str, str]]:
+    """(head, name, body) of each function definition in C text without comments."""
     depth, start, head_start, head = 0, 0, 0, ""
     for position, char in enumerate(text):
         if char == "{":
@@ -124,22 +125,169 @@ def functions_of(text: str) -> Iterator[tuple[str, str]]:
             if depth == 0:
                 head_start = position + 1
                 if name := re.search(r"(\w+)\s*\([^=]*\)\s*$", head):
-                    yield name[1], text[start:position]
+                    yield head, name[1], text[start:position]
         elif char == ";" and depth == 0:
             head_start = position + 1
 
 
-def state_violations(root: Path) -> list[str]:
-    """State enums that are not assigned in exactly one function of each layer that owns one, or in any other layer."""
+def functions_of(text: str) -> Iterator[tuple[str, str]]:
+    """(name, body) of each function definition in C text without comments."""
+    yield from ((name, body) for _, name, body in definitions_of(text))
+
+
+def without_preprocessor(text: str) -> str:
+    return re.sub(r"^[ \t]*#(?:[^\n]*\\\n)*[^\n]*$", "", text, flags=re.MULTILINE)
+
+
+def declarations_of(text: str) -> list[str]:
+    """The functions and variables that a header without comments declares for others to define."""
+    outside, depth = "", 0
+    for char in without_preprocessor(text):
+        depth += (char == "{") - (char == "}")
+        outside += char if depth == 0 else ""
+    statements = [one.strip() for one in re.split(r"[;}]", outside)]
+    functions = [re.match(r"(?!static\b|typedef\b)[\w\s*]+?[\s*](\w+)\s*\(", one) for one in statements]
+    variables = [re.match(r"extern\s[^()]*?(\w+)\s*(?:\[[^\]]*\])?$", one) for one in statements]
+    return [found[1] for found in (*functions, *variables) if found]
+
+
+def headers_of(files: dict[str, str]) -> dict[str, list[str]]:
+    """The headers that declare each function and variable of C."""
+    headers: dict[str, list[str]] = {}
+    for name, text in files.items():
+        for declared in declarations_of(text) if name.endswith(".h") else []:
+            headers.setdefault(declared, []).append(name)
+    return headers
+
+
+def stem_of(name: str) -> str:
+    return name.rpartition("/")[2].partition(".")[0]
+
+
+def declaration_violations(root: Path) -> list[str]:
+    """Functions that are neither static nor declared in one header, and what two headers declare."""
+    files = c_files(root)
+    headers = headers_of(files)
+    found = [f"{declared} is declared in {', '.join(names)}" for declared, names in headers.items() if len(names) > 1]
+    for name, text in files.items():
+        for head, function, _ in definitions_of(without_preprocessor(text)) if name.endswith(".c") else []:
+            if not re.search(r"\bstatic\b|\bPyMODINIT_FUNC\b", head) and function not in headers:
+                found.append(f"{function} in {name} is declared in no header")
+    return found
+
+
+def prefix_violations(root: Path) -> list[str]:
+    """Functions of the stateful layers that are called neither after their file nor after their component's header."""
+    files = c_files(root)
+    headers = headers_of(files)
+    return [
+        f"{function} in {name}"
+        for name, text in files.items()
+        for head, function, _ in definitions_of(without_preprocessor(text))
+        if name.split("/")[0] in STATEFUL
+        and not re.search(r"\bstatic\b(?!\s+inline)", head)
+        and not any(function.startswith(f"{stem_of(one)}_") for one in (name, *headers.get(function, [])))
+    ]
+
+
+def ring_violations(root: Path) -> list[str]:
+    """Files of a stateful layer that call each other in a ring; a header's inline functions are a file of their own."""
     found = []
-    for field, owners in STATE_OWNERS.items():
-        writers: dict[str, set[str]] = {layer: set() for layer in owners}
+    files = {name: without_preprocessor(text) for name, text in c_files(root).items()}
+    for layer in STATEFUL:
+        bodies = {
+            name: [(head, function, body) for head, function, body in definitions_of(text)]
+            for name, text in files.items()
+            if name.startswith(f"{layer}/")
+        }
+        homes = {
+            function: name
+            for name, definitions in bodies.items()
+            for head, function, _ in definitions
+            if name.endswith(".h") or not re.search(r"\bstatic\b", head)
+        }
+        waiting = {
+            name: {homes[word] for *_, body in definitions for word in re.findall(r"\w+", body) if word in homes}
+            - {name}
+            for name, definitions in bodies.items()
+        }
+        while free := [name for name, called in waiting.items() if not called & waiting.keys()]:
+            for name in free:
+                del waiting[name]
+        found += [f"{name} is in a ring of calls or calls into one" for name in sorted(waiting)]
+    return found
+
+
+# An assignment through a pointer, as `unit->handle->storage.copy = ...`, or what releases a reference there.
+PATH = r"(\w+(?:\(\w*\))?(?:(?:->|\.)\w+(?:\[[^\]]*\])?)+)"
+WRITE = re.compile(rf"{PATH}\s*(?:=(?!=)|\+\+|--|[-+|&^]=)|(?:\+\+|--){PATH}|(?:Py_CLEAR|ref_set)\(&?{PATH}")
+STRUCT = re.compile(r"\bstruct (\w+) \{(.*?)\n?\};?", re.DOTALL)
+
+
+def struct_fields(body: str) -> dict[str, str]:
+    """The struct of each field that is one, or points to one."""
+    found = {}
+    for struct, names in re.findall(r"(?:^|[;{])\s*(?:const )?struct (\w+) ([^;()]*)", body):
+        found.update((re.sub(r"\[.*|\W", "", name), struct) for name in names.split(","))
+    return found
+
+
+def owners_of(files: dict[str, str], headers: dict[str, list[str]]) -> dict[str, set[str]]:
+    """The files that define what each header declares, and the header."""
+    owners = {name: {name} for name in files if name.endswith(".h")}
+    for name, text in files.items():
+        for _, function, _ in definitions_of(without_preprocessor(text)):
+            for header in headers.get(function, []):
+                owners[header].add(name)
+    return owners
+
+
+def written_struct(path: str, variables: dict[str, str], fields: dict[str, dict[str, str]]) -> str | None:
+    """The struct whose field an assignment to ``path`` writes; None where that is not known, or it is a local one."""
+    base, *steps = re.split(r"->|\.", re.sub(r"\[[^\]]*\]", "", path))
+    struct = variables.get(base.partition("(")[0]) if "->" in path else None
+    for step in steps[:-1]:
+        struct = fields.get(struct, {}).get(step) if struct else None
+    return struct
+
+
+def ownership_violations(root: Path) -> list[str]:
+    """Fields of the structs of a stateful layer that are written outside of the files of their component."""
+    files = c_files(root)
+    headers = headers_of(files)
+    owners = owners_of(files, headers)
+    homes = {
+        struct: (name, struct_fields(body))
+        for name, text in files.items()
+        if name.endswith(".h")
+        for struct, body in STRUCT.findall(text)
+    }
+    fields = {struct: inner for struct, (_, inner) in homes.items()}
+    found = []
+    for name, text in files.items():
+        returned = {function: struct for struct, function in re.findall(r"\bstruct (\w+) \*(\w+)\(", text)}
+        for head, function, body in definitions_of(without_preprocessor(text)):
+            pointers = {variable: struct for struct, variable in re.findall(r"\bstruct (\w+) \*(\w+)\b", head + body)}
+            for groups in WRITE.findall(body):
+                path = next(filter(None, groups))
+                struct = written_struct(path, returned | pointers, fields)
+                home = homes[struct][0] if struct in homes else ""
+                if home.split("/")[0] in STATEFUL and name not in owners[home]:
+                    found.append(f"{function} in {name} writes {path}, which belongs to {home}")
+    return found
+
+
+def state_violations(root: Path) -> list[str]:
+    """State enums that are not assigned in exactly one function of the layer that owns them, or in any other layer."""
+    found = []
+    for field, owner in STATE_OWNERS.items():
+        writers: dict[str, set[str]] = {owner: set()}
         for name, text in c_files(root).items():
             for function, body in functions_of(text):
                 if re.search(rf"(->|\.)\s*{field}\s*=(?!=)", body):
                     writers.setdefault(name.split("/")[0], set()).add(f"{name}:{function}")
         for layer, functions in writers.items():
-            if len(functions) != (1 if layer in owners else 0):
+            if len(functions) != (1 if layer == owner else 0):
                 found.append(f"{field} is assigned in {layer}/ by {sorted(functions) or 'no function'}")
     return found
 
@@ -201,6 +349,10 @@ CHECKS: list[Check] = [
     libtorch_violations,
     language_violations,
     state_violations,
+    declaration_violations,
+    prefix_violations,
+    ring_violations,
+    ownership_violations,
     cycle_violations,
     python_layer_violations,
 ]
@@ -234,19 +386,35 @@ int handle_move(struct handle *h, int to)
     h->param_state = to;
     return aoti_torch_x(h->param_state == to);
 }
-void handle_use(struct handle *h, int to) { if (to) { h->training_state = to; } }
+void handle_use(struct handle *h, int to) { if (to && lower_verb(&h->lower)) { h->training_state = to; } }
+void handle_show(struct handle *h, int to) { h->shown = to; }
+"""
+HANDLE_H = """
+#include "torch/tensor.h"
+#include "lower.h"
+struct handle { struct lower lower; int param_state, training_state, shown; };
+int handle_move(struct handle *h, int to);
+void handle_use(struct handle *h, int to);
+void handle_show(struct handle *h, int to);
+"""
+LOWER_H = """
+struct lower { int count; PyObject *shard; };
+int lower_verb(struct lower *lower);
 """
 UNIT_C = """
-static int unit_use(struct unit *u, int to)
+int unit_use(struct unit *u, int to)
 {
-    u->training_state = to;
+    u->phase = to;
     return 0;
 }
 """
 SOUND = {
-    "csrc/base/memory.h": "void *memory_new(void);",
+    "csrc/base/memory.h": "void *memory_new(void);\nextern int memory_count;",
     "csrc/torch/tensor.h": '#include <Python.h>\n#include "base/memory.h"',
-    "csrc/handle/handle.h": '#include "torch/tensor.h"\nstruct handle { int param_state, training_state; };',
+    "csrc/handle/handle.h": HANDLE_H,
+    "csrc/handle/lower.h": LOWER_H,
+    "csrc/handle/lower.c": "int lower_verb(struct lower *lower) { return ++lower->count; }",
+    "csrc/runtime/unit.h": "struct unit { struct handle *handle; int phase; };\nint unit_use(struct unit *);",
     "csrc/handle/handle.c": HANDLE_C,
     "csrc/runtime/unit.c": UNIT_C,
     "fsdp_c/__init__.py": "from .api import A\nfrom . import wrap\n",
@@ -268,8 +436,35 @@ PLANTED = [
     (libtorch_violations, "csrc/runtime/stream.c", "void wait(void) { torch_parallel_for(0); }"),
     (language_violations, "csrc/torch/ops.cpp", "int x;"),
     (state_violations, "csrc/handle/second.c", "void sneak(struct handle *h) { h->param_state = 0; }"),
-    (state_violations, "csrc/python/type.c", "void sneak(struct unit *u)\n{\n    u->training_state = 0;\n}"),
+    (state_violations, "csrc/python/type.c", "void sneak(struct unit *u)\n{\n    u->phase = 0;\n}"),
     (state_violations, "csrc/runtime/unit.c", "int nobody(void) { return 0; }"),
+    (declaration_violations, "csrc/base/second.h", "void *memory_new(void);"),
+    (declaration_violations, "csrc/base/second.h", "extern int memory_count;"),
+    (declaration_violations, "csrc/base/second.c", "int memory_stray(void) { return 0; }"),
+    (prefix_violations, "csrc/handle/second.c", "int handle_verb(void) { return 0; }"),
+    (prefix_violations, "csrc/handle/lower.h", LOWER_H + "static inline int other_verb(void) { return 0; }"),
+    (ring_violations, "csrc/handle/lower.c", "int lower_verb(struct lower *lower) { handle_use(0, 0); return 1; }"),
+    (ownership_violations, "csrc/python/type.c", "void sneak(struct handle *h) { h->training_state = 0; }"),
+    (
+        ownership_violations,
+        "csrc/handle/handle.c",
+        HANDLE_C + "void handle_sneak(struct handle *h) { h->lower.count--; }",
+    ),
+    (
+        ownership_violations,
+        "csrc/runtime/unit.c",
+        "void unit_sneak(struct unit *u) { ref_set(&u->handle->lower.shard, 0); }",
+    ),
+    (
+        ownership_violations,
+        "csrc/runtime/other.c",
+        "void sneak(struct lower *all) { Py_CLEAR(all[1].shard); --all->count; }",
+    ),
+    (
+        ownership_violations,
+        "csrc/python/type.c",
+        "struct handle *inside(PyObject *o) { return 0; }\nvoid sneak(PyObject *o) { inside(o)->lower.count |= 1; }",
+    ),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
     (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import saving\n"),

@@ -38,7 +38,7 @@ void handle_fini(struct handle *handle) {
     storage_fini(&handle->storage);
     slots_fini(&handle->slots);
     handle_table_remove(handle->param.op_id);
-    Py_CLEAR(handle->published.dict);
+    published_fini(&handle->published);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);

@@ -1,5 +1,9 @@
 #include "handle/published.h"
 
+void published_fini(struct published *published) {
+    Py_CLEAR(published->dict);
+}
+
 int published_begin(struct published *published, PyObject *flat_param) {
     if (!published->dict)
         published->dict = PyObject_GetAttrString(flat_param, "__dict__");

@@ -11,6 +11,7 @@ struct published {
     PyObject *dict; /* owned; the flat parameter's __dict__, NULL until somebody asks for the attributes */
 };
 
+void published_fini(struct published *published);
 int published_begin(struct published *published, PyObject *flat_param);      /* 0 or -1 */
 int published_storage(struct published *published, struct storage *storage); /* after lazy init, each time. 0 or -1 */
 int published_cpu_grad(struct published *published, PyObject *grad);         /* 0 or -1 */

@@ -95,7 +95,7 @@ static PyObject *release(PyObject *self, PyObject *unused) {
     struct runtime *runtime = inside(self);
     (void)unused;
     for (int64_t i = 0; i < runtime->num_units; i++) {
-        if (runtime->units[i]->training_state == USE_IDLE)
+        if (runtime->units[i]->phase == PHASE_IDLE)
             continue;
         PyErr_Format(PyExc_RuntimeError, "unit %S is amid a forward or backward", runtime->units[i]->name);
         return NULL;
@@ -108,9 +108,8 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
     PyObject *names, *group, *device;
     if (!PyArg_ParseTuple(args, "O!OO", &PyList_Type, &names, &group, &device))
         return NULL;
-    order_check_free(runtime->order_check);
-    runtime->order_check = order_check_new(names, group, device);
-    return none_or_error(runtime->order_check ? 0 : -1);
+    order_set_check(&runtime->order, order_check_new(names, group, device));
+    return none_or_error(runtime->order.check ? 0 : -1);
 }
 
 static PyMethodDef methods[] = {
@@ -133,7 +132,7 @@ static PyObject *get_units(PyObject *self, void *unused) {
 
 static PyObject *get_iteration(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLongLong(inside(self)->iteration);
+    return PyLong_FromLongLong(inside(self)->order.iteration);
 }
 
 static PyObject *get_callback_queued(PyObject *self, void *unused) {
@@ -143,15 +142,15 @@ static PyObject *get_callback_queued(PyObject *self, void *unused) {
 
 static PyObject *get_backward_limit(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLongLong(inside(self)->backward_prefetch_limit);
+    return PyLong_FromLongLong(inside(self)->order.backward_prefetch_limit);
 }
 
 static PyObject *get_forward_limit(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLongLong(inside(self)->forward_prefetch_limit);
+    return PyLong_FromLongLong(inside(self)->order.forward_prefetch_limit);
 }
 
-static int set_limit(PyObject *value, int64_t *limit) {
+static int read_limit(PyObject *value, int64_t *limit) {
     long long number = value ? PyLong_AsLongLong(value) : -1;
     if (number < 0) {
         if (!PyErr_Occurred())
@@ -164,12 +163,22 @@ static int set_limit(PyObject *value, int64_t *limit) {
 
 static int set_backward_limit(PyObject *self, PyObject *value, void *unused) {
     (void)unused;
-    return set_limit(value, &inside(self)->backward_prefetch_limit);
+    struct order *order = &inside(self)->order;
+    int64_t limit = order->backward_prefetch_limit;
+    if (read_limit(value, &limit) < 0)
+        return -1;
+    order_set_limits(order, limit, order->forward_prefetch_limit);
+    return 0;
 }
 
 static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
     (void)unused;
-    return set_limit(value, &inside(self)->forward_prefetch_limit);
+    struct order *order = &inside(self)->order;
+    int64_t limit = order->forward_prefetch_limit;
+    if (read_limit(value, &limit) < 0)
+        return -1;
+    order_set_limits(order, order->backward_prefetch_limit, limit);
+    return 0;
 }
 
 static PyGetSetDef attributes[] = {

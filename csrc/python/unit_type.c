@@ -89,7 +89,7 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
     int wanted = PyObject_IsTrue(value);
     if (wanted < 0)
         return NULL;
-    return none_or_error(unit_set_training_state(inside(self), wanted ? USE_SUMMON_FULL_PARAMS : USE_IDLE));
+    return none_or_error(unit_set_phase(inside(self), wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
 static PyObject *unshard(PyObject *self, PyObject *unused) {
@@ -160,12 +160,18 @@ static PyObject *get_is_root(PyObject *self, void *unused) {
     return PyBool_FromLong(inside(self)->is_root);
 }
 
+/* In torch's words, which has no other for amid a backward. */
 static PyObject *get_training_state(PyObject *self, void *unused) {
+    static const enum training_state states[UNIT_PHASES] = {
+        [PHASE_IDLE] = USE_IDLE,
+        [PHASE_IN_STEP] = USE_FORWARD,
+        [PHASE_SUMMON_FULL_PARAMS] = USE_SUMMON_FULL_PARAMS,
+    };
     const struct unit *unit = inside(self);
     (void)unused;
     if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
         return PyLong_FromLong(USE_SUMMON_FULL_PARAMS);
-    return PyLong_FromLong(unit->training_state);
+    return PyLong_FromLong(states[unit->phase]);
 }
 
 static PyObject *get_sync_gradients(PyObject *self, void *unused) {
@@ -183,7 +189,7 @@ static int set_ledger_index(PyObject *self, PyObject *value, void *unused) {
     (void)unused;
     if (PyErr_Occurred())
         return -1;
-    inside(self)->ledger_index = index >= 0 && index < LEDGER_CAPACITY ? (int32_t)index : -1;
+    unit_set_ledger_index(inside(self), index >= 0 && index < LEDGER_CAPACITY ? (int32_t)index : -1);
     return 0;
 }
 
@@ -192,7 +198,7 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     (void)unused;
     if (wanted < 0)
         return -1;
-    inside(self)->sync_gradients = wanted;
+    unit_set_sync_gradients(inside(self), wanted);
     return 0;
 }
 

@@ -20,10 +20,11 @@ static int unshard_for_backward(struct unit *unit) {
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
     ledger_enter(unit->ledger_index, LEDGER_BACKWARD_GATHER);
-    if (precision_for_backward(unit) < 0 || schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
         return -1;
     ledger_enter(unit->ledger_index, LEDGER_BACKWARD);
-    unit->needs_pre_backward_unshard = unit->prefetched = false;
+    unit->needs_pre_backward_unshard = false;
+    order_place_set_prefetched(&unit->place, false);
     if (prefetch_before_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
@@ -43,7 +44,7 @@ static int pre_backward(struct unit *unit) {
     /* whoever is outermost in this backward has it finalised (parity 12) */
     if (runtime_queue_final_callback(unit->runtime) < 0)
         return -1;
-    if (unit_set_training_state(unit, USE_FORWARD) < 0)
+    if (unit_set_phase(unit, PHASE_IN_STEP) < 0)
         return -1;
     if (unit->handle && unshard_for_backward(unit) < 0)
         return -1;
@@ -92,13 +93,12 @@ static int free_and_prefetch(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || watch(unit, Py_None) < 0 ||
+    if (runtime_finish_reduction(runtime) < 0 || watch_unit(unit, Py_None) < 0 ||
         gradients_pack(&unit->handle->gradients) < 0)
         return -1;
     if (free_and_prefetch(unit) < 0)
         return -1;
-    runtime->reducing = unit;
-    return schedule_reduce(unit);
+    return runtime_reduce(runtime, unit);
 }
 
 static int keep_unsharded(struct unit *unit) {

@@ -26,7 +26,7 @@ int unit_note_cut_off(struct unit *unit) {
 
 /* Asked before the first backward alone: it looks at the frames on Python's stack. */
 int unit_note_checkpointed(struct unit *unit) {
-    if (unit->runtime->iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
+    if (unit->runtime->order.iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
         return 0;
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
     PyObject *answer = module ? PyObject_CallMethod(module, "_is_in_reentrant_checkpoint", NULL) : NULL;

@@ -1,4 +1,4 @@
-/* The autograd function of a unit. See [Note: one node per unit] in runtime.h. */
+/* The autograd function of a unit. See [Note: one node per unit] in unit.h. */
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "runtime/watch.h"
@@ -82,7 +82,7 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     if (!result) /* under the stream that made the gradients, after which the anchor's hook comes */
         result = stream_follow(&unit->runtime->schedule.streams);
     if (!result)
-        result = watch(unit, args);
+        result = watch_unit(unit, args);
     bool again = gradients_have_new(&unit->handle->gradients);
     if (!result)
         result = gradients_receive(&unit->handle->gradients, args);
@@ -203,37 +203,4 @@ int unit_attach_views(struct unit *unit) {
     unit->views_attached = true;
     Py_XDECREF(views);
     return views ? 0 : -1;
-}
-
-static int detach_view(PyObject *view) {
-    int requires_grad = torch_requires_grad(view);
-    PyObject *done =
-        requires_grad > 0 ? PyObject_CallMethodObjArgs(view, torch_names.detach_, NULL) : Py_NewRef(Py_None);
-    Py_XDECREF(done);
-    return done && requires_grad >= 0 ? 0 : -1;
-}
-
-/* A view that keeps its node keeps the whole unit for ever: one failure is not the end. */
-static int detach_copy(const struct precision_copy *copy, int64_t num_params) {
-    for (int64_t i = 0; copy->views && i < num_params; i++) {
-        PyObject *view = PyTuple_GetItem(copy->views, i);
-        if (detach_view(view) == 0)
-            continue;
-        PyErr_Clear();
-        if (detach_view(view) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-int unit_detach_views(struct unit *unit) {
-    if (!unit->views_attached || !unit->handle)
-        return 0;
-    unit->views_attached = false;
-    if (handle_unwrap_views(unit->handle) < 0)
-        return -1;
-    for (int i = 0; i < PRECISIONS; i++)
-        if (detach_copy(&unit->handle->storage.copies[i], unit->handle->param.num_params) < 0)
-            return -1;
-    return 0;
 }

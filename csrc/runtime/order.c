@@ -3,60 +3,105 @@
 #include "runtime/runtime.h"
 #include "torch/profile.h"
 
-int order_record_pre_forward(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    if (runtime->order_check && order_check_pre_forward(runtime->order_check, unit) < 0)
-        return -1;
-    if (runtime->iteration > 0 || unit->pre_forward_index >= 0)
+/* ---- of a root ---- */
+
+int order_init(struct order *order, int64_t num_units) {
+    order->capacity = num_units + 1;
+    order->pre = PyMem_Calloc((size_t)order->capacity, sizeof *order->pre);
+    order->post = PyMem_Calloc((size_t)order->capacity, sizeof *order->post);
+    order_set_limits(order, 1, 1);
+    if (order->pre && order->post)
         return 0;
-    unit->pre_forward_index = runtime->num_pre;
-    runtime->pre_order[runtime->num_pre++] = unit;
+    PyErr_NoMemory();
+    return -1;
+}
+
+void order_fini(struct order *order) {
+    order_set_check(order, NULL);
+    PyMem_Free(order->pre);
+    PyMem_Free(order->post);
+    order->pre = order->post = NULL;
+}
+
+void order_set_limits(struct order *order, int64_t backward, int64_t forward) {
+    order->backward_prefetch_limit = backward;
+    order->forward_prefetch_limit = forward;
+}
+
+void order_set_check(struct order *order, struct order_check *check) {
+    order_check_free(order->check);
+    order->check = check;
+}
+
+void order_forget_forwards(struct order *order) {
+    order->num_post = 0;
+}
+
+void order_next_iteration(struct order *order) {
+    order->iteration++;
+    order_forget_forwards(order);
+    if (order->check)
+        order_check_next_iteration(order->check);
+}
+
+/* ---- recorded ---- */
+
+int order_record_pre_forward(struct unit *unit) {
+    struct order *order = &unit->runtime->order;
+    if (order->check && order_check_pre_forward(order->check, unit) < 0)
+        return -1;
+    if (order->iteration > 0 || unit->place.pre_forward >= 0)
+        return 0;
+    unit->place.pre_forward = order->num_pre;
+    order->pre[order->num_pre++] = unit;
     return 0;
 }
 
-static int grow(struct runtime *runtime) {
-    int64_t capacity = runtime->capacity * 2;
-    struct unit **order = PyMem_Realloc(runtime->post_order, (size_t)capacity * sizeof *order);
-    if (!order) {
+static int grow(struct order *order) {
+    int64_t capacity = order->capacity * 2;
+    struct unit **post = PyMem_Realloc(order->post, (size_t)capacity * sizeof *post);
+    if (!post) {
         PyErr_NoMemory();
         return -1;
     }
-    runtime->post_order = order;
-    runtime->capacity = capacity;
+    order->post = post;
+    order->capacity = capacity;
     return 0;
 }
 
 int order_record_post_forward(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    if (unit->post_forward_index > 0)
+    struct order *order = &unit->runtime->order;
+    if (unit->place.post_forward > 0)
         return 0; /* the unit at index 0 is recorded again, as upstream does (D-111) */
-    if (runtime->num_post == runtime->capacity && grow(runtime) < 0)
+    if (order->num_post == order->capacity && grow(order) < 0)
         return -1;
-    unit->post_forward_index = runtime->num_post;
-    runtime->post_order[runtime->num_post++] = unit;
+    unit->place.post_forward = order->num_post;
+    order->post[order->num_post++] = unit;
     return 0;
 }
 
+/* ---- gathered ahead ---- */
+
 static bool can_prefetch(const struct unit *unit) {
-    return !unit->prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
+    return !unit->place.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
 }
 
 static struct unit *next_forward(const struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    int64_t here = unit->pre_forward_index, last = here + runtime->forward_prefetch_limit;
+    const struct order *order = &unit->runtime->order;
+    int64_t here = unit->place.pre_forward, last = here + order->forward_prefetch_limit;
     if (!unit->forward_prefetch || here < 0)
         return NULL;
-    for (int64_t next = here + 1; next <= last && next < runtime->num_pre; next++)
-        if (can_prefetch(runtime->pre_order[next]))
-            return runtime->pre_order[next];
+    for (int64_t next = here + 1; next <= last && next < order->num_pre; next++)
+        if (can_prefetch(order->pre[next]))
+            return order->pre[next];
     return NULL;
 }
 
 static struct unit *next_backward(const struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    int64_t here = unit->post_forward_index, last = here - runtime->backward_prefetch_limit;
+    const struct order *order = &unit->runtime->order;
+    int64_t here = unit->place.post_forward, last = here - order->backward_prefetch_limit;
     for (int64_t next = here - 1; next >= last && next >= 0; next--) {
-        struct unit *candidate = runtime->post_order[next];
+        struct unit *candidate = order->post[next];
         if (candidate->needs_pre_backward_unshard && can_prefetch(candidate))
             return candidate;
     }
@@ -76,7 +121,7 @@ struct unit *order_next(const struct unit *unit, enum training_state state) {
 static int prefetch(struct unit *candidate, int (*choose_precision)(struct unit *)) {
     if (choose_precision(candidate) < 0 || schedule_unshard(candidate) < 0)
         return -1;
-    candidate->prefetched = true;
+    order_place_set_prefetched(&candidate->place, true);
     return 0;
 }
 
@@ -96,9 +141,9 @@ static int prefetch_chosen(struct unit *unit, int (*choose_precision)(struct uni
 
 static int prefetch_forward(struct unit *unit) {
     if (replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return prefetch_chosen(unit, precision_for_forward, unit->runtime->forward_prefetch_limit);
+        return prefetch_chosen(unit, unit_precision_for_forward, unit->runtime->order.forward_prefetch_limit);
     for (struct unit *next; (next = next_forward(unit)) != NULL;)
-        if (prefetch(next, precision_for_forward) < 0)
+        if (prefetch(next, unit_precision_for_forward) < 0)
             return -1;
     return 0;
 }
@@ -113,42 +158,9 @@ int order_prefetch_forward(struct unit *unit) {
 
 int order_prefetch_backward(struct unit *unit) {
     if (replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return prefetch_chosen(unit, precision_for_backward, unit->runtime->backward_prefetch_limit);
+        return prefetch_chosen(unit, unit_precision_for_backward, unit->runtime->order.backward_prefetch_limit);
     for (struct unit *next; (next = next_backward(unit)) != NULL;)
-        if (prefetch(next, precision_for_backward) < 0)
+        if (prefetch(next, unit_precision_for_backward) < 0)
             return -1;
     return 0;
-}
-
-int begin_step_alone(struct unit *unit) {
-    struct runtime *runtime = unit->runtime;
-    return runtime->units[0]->training_state == USE_IDLE ? schedule_begin_step(&runtime->schedule) : 0;
-}
-
-int unit_unshard(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    if (!handle || !unit->runtime)
-        return 0;
-    if (handle->training_state == USE_SUMMON_FULL_PARAMS) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "rank %lld, unit %S: its full parameters are summoned: gather it ahead outside "
-                     "of summon_full_params",
-                     (long long)handle->param.layout.rank, unit->name);
-        return -1;
-    }
-    if (begin_step_alone(unit) < 0 || precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)
-        return -1;
-    unit->prefetched = true;
-    return handle_show_views(handle);
-}
-
-int unit_wait_unsharded(struct unit *unit) {
-    return unit->handle && unit->runtime ? schedule_wait_unsharded(unit) : 0;
-}
-
-void order_next_iteration(struct runtime *runtime) {
-    runtime->iteration++;
-    runtime->num_post = 0;
-    if (runtime->order_check)
-        order_check_next_iteration(runtime->order_check);
 }

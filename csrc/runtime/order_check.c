@@ -131,7 +131,7 @@ int order_check_pre_forward(struct order_check *check, struct unit *unit) {
     if (training <= 0)
         return training;
     int64_t index = index_of(unit);
-    if (unit->runtime->iteration > 0)
+    if (unit->runtime->order.iteration > 0)
         return compare_iterations(check, index);
     return compare_ranks(check, index) < 0 ? -1 : append(check, index);
 }

@@ -19,7 +19,7 @@ static int use(struct unit *unit, enum precision precision) {
     return schedule_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
 }
 
-int precision_for_forward(struct unit *unit) {
+int unit_precision_for_forward(struct unit *unit) {
     if (!unit->full_precision_in_eval)
         return 0;
     int training = unit_is_training(unit);
@@ -32,6 +32,6 @@ int precision_for_forward(struct unit *unit) {
                !training && storage_has_mixed_precision(&unit->handle->storage) ? PRECISION_FULL : PRECISION_COMPUTE);
 }
 
-int precision_for_backward(struct unit *unit) {
+int unit_precision_for_backward(struct unit *unit) {
     return use(unit, unit->graph_precision);
 }

@@ -27,6 +27,14 @@ void schedule_fini(struct schedule *schedule) {
     pool_fini(&schedule->pool);
 }
 
+void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
+    stream_event_destroy(&schedule->streams, &gather->gathered);
+}
+
+void schedule_note_stepped(struct unit *unit) {
+    unit->gather.stepped_in = unit->runtime->schedule.num_begins;
+}
+
 /* ---- the pool: how many units are gathered at a time ---- */
 
 /* In use, held until its last use is settled, and gathered ahead. */
@@ -34,10 +42,10 @@ static int64_t units_at_a_time(const struct runtime *runtime) {
     int64_t ahead = 0;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         const struct unit *unit = runtime->units[i];
-        if (unit->forward_prefetch && runtime->forward_prefetch_limit > ahead)
-            ahead = runtime->forward_prefetch_limit;
-        if (unit->backward_prefetch != PREFETCH_NONE && runtime->backward_prefetch_limit > ahead)
-            ahead = runtime->backward_prefetch_limit;
+        if (unit->forward_prefetch && runtime->order.forward_prefetch_limit > ahead)
+            ahead = runtime->order.forward_prefetch_limit;
+        if (unit->backward_prefetch != PREFETCH_NONE && runtime->order.backward_prefetch_limit > ahead)
+            ahead = runtime->order.backward_prefetch_limit;
     }
     return 2 + ahead;
 }
@@ -160,8 +168,8 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *module = PyImport_ImportModule("fsdp_c.ledger"), *done = NULL;
     if (module)
-        done = PyObject_CallMethod(module, "explain", "OiLOi", value, (int)phase, (long long)unit->runtime->iteration,
-                                   unit->handle_object, enqueued);
+        done = PyObject_CallMethod(module, "explain", "OiLOi", value, (int)phase,
+                                   (long long)unit->runtime->order.iteration, unit->handle_object, enqueued);
     if (!done)
         PyErr_Clear();
     Py_XDECREF(module);
@@ -181,7 +189,7 @@ static bool is_there(const struct unit *unit) {
  * after that, and after a step of the unit's optimizers in this backward. */
 static int take_changes(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    bool has_stepped = unit->stepped_in == schedule->num_begins, copied;
+    bool has_stepped = unit->gather.stepped_in == schedule->num_begins, copied;
     if (handle_take_changes(unit->handle, &copied) < 0)
         return -1;
     return copied || has_stepped ? schedule_begin_step(schedule) : 0;
@@ -239,17 +247,17 @@ int schedule_unshard(struct unit *unit) {
     if (result < 0)
         explain_failure(unit, gather_phase(unit), false);
     else
-        result = stream_record(streams, STREAM_UNSHARD, &unit->gathered);
-    unit->gather_pending = !result;
+        result = stream_record(streams, STREAM_UNSHARD, &unit->gather.gathered);
+    unit->gather.pending = !result;
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
 int schedule_wait_unsharded(struct unit *unit) {
-    bool pending = unit->gather_pending;
-    unit->gather_pending = false;
+    bool pending = unit->gather.pending;
+    unit->gather.pending = false;
     if (storage_unshard_wait(&unit->handle->storage) < 0)
         return explain_failure(unit, gather_phase(unit), true);
-    return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gathered) : 0;
+    return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gather.gathered) : 0;
 }
 
 int schedule_reshard(struct unit *unit, bool free_storage) {

@@ -40,11 +40,21 @@ struct schedule {
     int limiter_first, limiter_count;
 };
 
+/* What is kept of a unit's last all-gather. */
+struct gather_mark {
+    stream_event gathered; /* owned; its end */
+    bool pending;          /* computation has not waited for it */
+    int64_t stepped_in;    /* the last step in whose backward the unit's optimizers stepped, as num_begins counts */
+};
+
 struct unit;
 struct runtime;
 
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
+
+void schedule_forget(struct schedule *schedule, struct gather_mark *gather); /* the unit leaves its root */
+void schedule_note_stepped(struct unit *unit); /* its optimizers step in this backward: a gather comes after that */
 
 /* Before the first step: let the pool hold what as many units want as are gathered at a time. 0 or -1. */
 int schedule_reserve(struct runtime *runtime);

@@ -15,7 +15,7 @@ struct unit;
  * received, None when the unit is about to be reduced, which all ranks of its groups do. 0 or -1. */
 int watch_call(const struct unit *unit, PyObject *gradients);
 
-static inline int watch(const struct unit *unit, PyObject *gradients) {
+static inline int watch_unit(const struct unit *unit, PyObject *gradients) {
     return watcher ? watch_call(unit, gradients) : 0;
 }
 

@@ -1,4 +1,4 @@
-/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c */
+/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c runtime/unit_state.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 
 #include "harness.h"
 
-#include "handle/handle.h"
+#include "runtime/unit.h"
 
 /* Of Python, the tables need what raises an exception alone. */
 PyObject *PyExc_RuntimeError;
@@ -89,6 +89,20 @@ static int training_state_now(void) {
     return handle.training_state;
 }
 
+static struct unit unit;
+
+static void put_phase(int phase) {
+    unit.phase = (enum unit_phase)phase;
+}
+
+static int move_phase(int phase) {
+    return unit_set_phase(&unit, (enum unit_phase)phase);
+}
+
+static int phase_now(void) {
+    return unit.phase;
+}
+
 struct machine {
     void (*put)(int state);
     int (*move)(int state);
@@ -139,6 +153,13 @@ static void test_training_state_refuses_every_illegal_transition(void) {
     check_table(&machine, legal);
 }
 
+static void test_phase_refuses_every_illegal_transition(void) {
+    static const struct machine machine = {put_phase, move_phase, phase_now, UNIT_PHASES};
+    /* IDLE, IN_STEP, SUMMON_FULL_PARAMS */
+    static const char *const legal[] = {"xxx", "xx.", "x.."};
+    check_table(&machine, legal);
+}
+
 static void test_an_illegal_transition_names_both_states(void) {
     begin();
     CHECK_EQUAL(storage_set_state(&handle.storage, PARAM_UNSHARDED), -1);
@@ -152,6 +173,9 @@ static void test_an_illegal_transition_names_both_states(void) {
     handle.training_state = USE_FORWARD;
     CHECK_EQUAL(handle_set_training_state(&handle, USE_SUMMON_FULL_PARAMS), -1);
     CHECK(!strcmp(from_in_error, "FORWARD") && !strcmp(to_in_error, "SUMMON_FULL_PARAMS"));
+    unit.phase = PHASE_IN_STEP;
+    CHECK_EQUAL(unit_set_phase(&unit, PHASE_SUMMON_FULL_PARAMS), -1);
+    CHECK(!strcmp(from_in_error, "IN_STEP") && !strcmp(to_in_error, "SUMMON_FULL_PARAMS"));
 }
 
 /* ---- invariants ---- */
@@ -243,6 +267,7 @@ int main(void) {
     RUN(test_shown_refuses_every_illegal_transition);
     RUN(test_gradients_refuse_every_illegal_transition);
     RUN(test_training_state_refuses_every_illegal_transition);
+    RUN(test_phase_refuses_every_illegal_transition);
     RUN(test_an_illegal_transition_names_both_states);
     RUN(test_a_broken_invariant_ends_the_process);
     return 0;

@@ -1,0 +1,154 @@
+/* The end of a backward: the reduction in flight, the gradients, the parameters. */
+#include "runtime/hook.h"
+#include "runtime/runtime.h"
+#include "runtime/watch.h"
+#include "torch/names.h"
+
+static int final_callback(void *target) {
+    return runtime_final_callback(target);
+}
+
+/* The callback goes with the backward it was queued in, called or not. On a GPU autograd's own thread lets go of that, which may be
+ * once another backward runs: its callback is not this one. */
+static int backward_raised(void *target, const void *hook) {
+    struct runtime *runtime = target;
+    return runtime->callback_queued && runtime->final_hook == hook ? runtime_reset(runtime) : 0;
+}
+
+int runtime_queue_final_callback(struct runtime *runtime) {
+    if (runtime->callback_queued)
+        return 0;
+    if (runtime_collect_user_grads(runtime) < 0)
+        return -1;
+    PyObject *hook = hook_new(final_callback, runtime, runtime->object);
+    if (hook)
+        hook_on_drop(hook, backward_raised);
+    runtime->final_hook = hook;
+    PyObject *done = hook ? PyObject_CallFunctionObjArgs(torch_names.queue_callback, hook, NULL) : NULL;
+    Py_XDECREF(hook);
+    Py_XDECREF(done);
+    if (!done)
+        return -1;
+    runtime->callback_queued = true;
+    return 0;
+}
+
+/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
+static int step_in_backward(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
+        return -1;
+    if (gradients_hand_over(&unit->handle->gradients) < 0)
+        return -1;
+    schedule_note_stepped(unit);
+    PyObject *done = PyObject_CallMethod(unit->handle_object, "step_in_backward", NULL);
+    Py_XDECREF(done);
+    return done ? handle_collect_user_grads(unit->handle) : -1;
+}
+
+int runtime_reduce(struct runtime *runtime, struct unit *unit) {
+    runtime->reducing = unit;
+    return schedule_reduce(unit);
+}
+
+int runtime_finish_reduction(struct runtime *runtime) {
+    struct unit *unit = runtime->reducing;
+    runtime->reducing = NULL;
+    if (!unit)
+        return 0;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_REDUCE);
+    if (schedule_finish_reduction(unit) < 0)
+        return -1;
+    ledger_leave(place);
+    return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
+}
+
+static int reshard_at_the_end(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    bool free_storage =
+        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
+    return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+}
+
+static int finalise_handle(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    if (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0)
+        return -1;
+    return handle_set_training_state(handle, USE_IDLE);
+}
+
+/* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced either: an optimizer
+ * may step next. Where the user calls the callback by hand, nothing is sent. */
+static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
+    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced)
+        return 0;
+    if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
+        return PyErr_Occurred() ? -1 : 0;
+    if (watch_unit(unit, Py_None) < 0 || gradients_pack(&unit->handle->gradients) < 0)
+        return -1;
+    return runtime_reduce(runtime, unit) < 0 ? -1 : runtime_finish_reduction(runtime);
+}
+
+/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid
+ * their forward, or wait for the backward of the whole. */
+static bool ends(const struct unit *unit) {
+    if (!unit->runtime->num_in_forward)
+        return true;
+    if (!unit->handle)
+        return unit->ran_pre_backward;
+    enum training_state state = unit->handle->training_state;
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->place.prefetched);
+}
+
+static int finalise_units(struct runtime *runtime) {
+    if (runtime_finish_reduction(runtime) < 0)
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
+        if (reduce_left_over(runtime, runtime->units[i]) < 0)
+            return -1;
+    bool offload = false;
+    if (schedule_wait_reduced(&runtime->schedule) < 0)
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->handle && ends(unit) && reshard_at_the_end(unit) < 0)
+            return -1;
+        offload = offload || (unit->handle && unit->handle->storage.offload);
+    }
+    if (offload && schedule_synchronize(&runtime->schedule) < 0) /* an optimizer on the CPU may step next */
+        return -1;
+    for (int64_t i = 0; i < runtime->num_units; i++) {
+        struct unit *unit = runtime->units[i];
+        if (!ends(unit))
+            continue;
+        if (unit_unwatch_inputs(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || unit_end_step(unit) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int end_backward(struct runtime *runtime) {
+    bool enabled = torch_grad_enabled();
+    torch_set_grad_enabled(false);
+    int result = finalise_units(runtime) < 0 ? -1 : schedule_end_backward(&runtime->schedule);
+    torch_set_grad_enabled(enabled);
+    if (result < 0)
+        return -1;
+    if (!runtime->num_in_forward) {
+        order_next_iteration(&runtime->order);
+        ledger_end_step();
+    }
+    runtime->callback_queued = false;
+    return 0;
+}
+
+int runtime_final_callback(struct runtime *runtime) {
+    if (runtime->told_of_no_gradient || !runtime->callback_queued || runtime->num_in_forward)
+        return end_backward(runtime);
+    PyObject *cut_off = runtime_take_cut_off(runtime);
+    int result = cut_off ? end_backward(runtime) : -1;
+    if (!result) /* when all is in order again: a warning may be made an error */
+        result = runtime_tell_of_cut_off(runtime, cut_off);
+    Py_XDECREF(cut_off);
+    return result;
+}

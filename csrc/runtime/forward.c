@@ -1,0 +1,252 @@
+/* A unit's forward, from the root's pre-forward to its post-forward. */
+#include "runtime/replaced.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+#include "torch/profile.h"
+#include "torch/tensor.h"
+
+/* ---- pre-forward ---- */
+
+/* 1 when any parameter of the unit requires grad. */
+static int is_trainable(const struct handle *handle) {
+    if (!handle->param.use_orig_params)
+        return torch_requires_grad(handle->param.tensor);
+    for (int64_t i = 0; i < handle->param.num_params; i++) {
+        int requires_grad = torch_requires_grad(PyList_GetItem(handle->param.params, i));
+        if (requires_grad)
+            return requires_grad;
+    }
+    return 0;
+}
+
+/* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in place (D-030). */
+static bool recomputing(const struct unit *unit) {
+    if (unit->handle)
+        return unit->handle->training_state == USE_BACKWARD_PRE;
+    return unit->ran_pre_backward && unit->runtime->callback_queued;
+}
+
+int unit_register_post_backward_hook(struct unit *unit) {
+    int trainable = is_trainable(unit->handle);
+    if (trainable < 0)
+        return -1;
+    return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
+}
+
+static int register_post_backward_hook(struct unit *unit) {
+    if (!replaced[REPLACED_REGISTER_POST_BACKWARD_HOOK])
+        return unit->handle ? unit_register_post_backward_hook(unit) : 0;
+    if (unit->handle && unit_detach_views(unit) < 0)
+        return -1;
+    return replaced_register_post_backward_hook(unit);
+}
+
+static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
+    struct handle *handle = unit->handle;
+    int trainable = is_trainable(handle);
+    if (trainable < 0)
+        return -1;
+    if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0)
+        return -1;
+    return trainable ? 0 : unit_watch_inputs(unit, args, kwargs);
+}
+
+/* A unit that may not start a forward now is left as it is. */
+static int begin_forward(struct unit *unit) {
+    if (unit->handle && handle_set_training_state(unit->handle, USE_FORWARD) < 0)
+        return -1;
+    if (unit_set_phase(unit, PHASE_IN_STEP) == 0)
+        return 0;
+    if (unit->handle)
+        handle_set_training_state(unit->handle, USE_IDLE);
+    return -1;
+}
+
+static int unshard_for_forward(struct unit *unit) {
+    if (order_record_pre_forward(unit) < 0 || unit_begin_step_alone(unit) < 0)
+        return -1;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD_GATHER);
+    if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
+        return -1;
+    ledger_leave(place);
+    order_place_set_prefetched(&unit->place, false);
+    return order_prefetch_forward(unit);
+}
+
+static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    if (unit_precision_for_forward(unit) < 0)
+        return -1;
+    if (unit->handle && unshard_for_forward(unit) < 0)
+        return -1;
+    if (unit_convert_inputs(unit, args, kwargs) < 0 || register_post_backward_hook(unit) < 0)
+        return -1;
+    return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
+}
+
+/* Buffers follow the mode as well (D-021). */
+static int cast_buffers(struct unit *unit) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    PyObject *done = module ? PyObject_CallMethod(module, "_cast_buffers_for_mode", NULL) : NULL;
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int root_pre_forward(struct unit *unit) {
+    if (!unit->is_root)
+        return 0;
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._root_pre_forward");
+    int result = unit->full_precision_in_eval ? cast_buffers(unit) : 0;
+    if (!result)
+        result = runtime_root_pre_forward(unit->runtime);
+    profile_end(range);
+    return result;
+}
+
+/* ---- post-forward ---- */
+
+/* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use (parity 4). */
+static int reshard_after_forward(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    bool expected = unit->needs_pre_backward_unshard;
+    bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
+    bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
+    if (order_record_post_forward(unit) < 0 || schedule_reshard(unit, free_storage) < 0)
+        return -1;
+    bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
+    if (!views_stay && handle_show_sharded(handle) < 0)
+        return -1;
+    return handle_set_training_state(handle, USE_IDLE);
+}
+
+/* `output` is replaced only where the registration is. */
+static int register_pre_backward_hooks(struct unit *unit, PyObject **output) {
+    if (!replaced[REPLACED_REGISTER_PRE_BACKWARD_HOOKS])
+        return unit_register_pre_backward_hooks(unit, *output);
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
+    return replaced_register_pre_backward_hooks(unit, output);
+}
+
+static int post_forward(struct unit *unit, PyObject **output) {
+    if (register_pre_backward_hooks(unit, output) < 0)
+        return -1;
+    if (unit->handle && reshard_after_forward(unit) < 0)
+        return -1;
+    if (unit->is_root && !unit->needs_pre_backward_unshard && schedule_settle(&unit->runtime->schedule) < 0)
+        return -1;
+    return unit_set_phase(unit, PHASE_IDLE);
+}
+
+/* ---- forward ---- */
+
+/* A layer of another unit, called past that unit, has failed on a parameter that is sharded: said in the exception itself. */
+static void explain_error(const struct unit *unit, PyObject *error, PyObject *traceback) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    if (!module || !error || !traceback || PyException_SetTraceback(error, traceback) < 0)
+        return;
+    PyObject *done = PyObject_CallMethod(module, "_explain_error", "O", error);
+    Py_XDECREF(done);
+}
+
+/* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is its whole tree's:
+ * units that had finished wait for a backward that will not come. */
+static void abandon_forward(struct unit *unit) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    explain_error(unit, value, traceback);
+    PyErr_Clear();
+    unit_set_phase(unit, PHASE_IDLE);
+    order_place_set_prefetched(&unit->place, false);
+    if (unit->handle) {
+        schedule_reshard(unit, true);
+        handle_show_sharded(unit->handle);
+        handle_set_training_state(unit->handle, USE_IDLE);
+    }
+    if (unit->is_root && !unit->runtime->callback_queued)
+        runtime_reset(unit->runtime);
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+}
+
+static int ensure_lazy_init(struct unit *unit) {
+    if (unit->runtime)
+        return 0;
+    PyObject *module = PyWeakref_GetObject(unit->module_ref); /* borrowed: it is in its own forward */
+    PyObject *done = module ? PyObject_CallMethod(module, "_lazy_init", NULL) : NULL;
+    Py_XDECREF(done);
+    if (!done || unit->runtime)
+        return done ? 0 : -1;
+    PyErr_Format(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
+    return -1;
+}
+
+/* One phase of a forward, as a range of the profiler. */
+static int profiled_pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
+    if (root_pre_forward(unit) < 0)
+        return -1;
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward");
+    int result = pre_forward(unit, args, kwargs);
+    profile_end(range);
+    return result;
+}
+
+static int profiled_post_forward(struct unit *unit, PyObject **output) {
+    PyObject *range = profile_begin("FullyShardedDataParallel._post_forward");
+    int result = post_forward(unit, output);
+    profile_end(range);
+    return result;
+}
+
+static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+    PyObject *output = NULL;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD);
+    runtime_enter_forward(unit->runtime);
+    Py_INCREF(args);
+    Py_INCREF(kwargs);
+    if (profiled_pre_forward(unit, &args, &kwargs) == 0)
+        output = PyObject_Call(wrapped, args, kwargs);
+    if (output && profiled_post_forward(unit, &output) < 0)
+        Py_CLEAR(output);
+    if (!output)
+        abandon_forward(unit);
+    runtime_leave_forward(unit->runtime);
+    ledger_leave(place);
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return output;
+}
+
+static bool is_summoned(const struct unit *unit) {
+    return unit->phase == PHASE_SUMMON_FULL_PARAMS ||
+           (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS);
+}
+
+/* Inside summon_full_params: the parameters are there, in full precision, and stay there. */
+static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+    if (!torch_grad_enabled())
+        return PyObject_Call(wrapped, args, kwargs);
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
+        "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the forward, or leave "
+        "summon_full_params() first.",
+        unit_rank(unit), unit->name);
+    return NULL;
+}
+
+PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+    if (ensure_lazy_init(unit) < 0)
+        return NULL;
+    if (is_summoned(unit))
+        return forward_on_full_params(unit, wrapped, args, kwargs);
+    if (runtime_reset_after_failed_backward(unit->runtime) < 0)
+        return NULL;
+    if (recomputing(unit))
+        return PyObject_Call(wrapped, args, kwargs);
+    if (begin_forward(unit) < 0)
+        return NULL;
+    PyObject *range = profile_begin("FullyShardedDataParallel.forward");
+    PyObject *output = run_forward(unit, wrapped, args, kwargs);
+    profile_end(range);
+    return output;
+}

@@ -1,0 +1,121 @@
+/* Hooks on the outputs of a unit's forward: its backward begins where the first of their gradients comes. */
+#include "runtime/hook.h"
+#include "runtime/runtime.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* A cold path: containers and casts are walked by fsdp_c.tree. */
+static PyObject *call_tree(const char *name, PyObject *a, PyObject *b, PyObject *c, PyObject *d) {
+    static PyObject *tree; /* owned for ever */
+    if (!tree && !(tree = PyImport_ImportModule("fsdp_c.tree")))
+        return NULL;
+    PyObject *function = PyObject_GetAttrString(tree, name);
+    PyObject *result = function ? PyObject_CallFunctionObjArgs(function, a, b, c, d, NULL) : NULL;
+    Py_XDECREF(function);
+    return result;
+}
+
+static int pre_backward(void *target) {
+    return unit_pre_backward(target);
+}
+
+/* Hook ids of torch count up from 0. */
+static int add_hook(PyObject *hooks, PyObject *hook) {
+    PyObject *key = PyLong_FromLongLong(-(long long)(intptr_t)hook);
+    int result = key ? PyObject_SetItem(hooks, key, hook) : -1;
+    Py_XDECREF(key);
+    return result;
+}
+
+/* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
+static int hook_first(PyObject *tensor, PyObject *hook) {
+    static PyObject *ordered_dict; /* owned for ever */
+    if (!ordered_dict) {
+        PyObject *collections = PyImport_ImportModule("collections");
+        ordered_dict = collections ? PyObject_GetAttrString(collections, "OrderedDict") : NULL;
+        Py_XDECREF(collections);
+        if (!ordered_dict)
+            return -1;
+    }
+    PyObject *hooks = PyObject_CallNoArgs(ordered_dict), *grad_fn = NULL, *done = NULL;
+    int result = hooks ? add_hook(hooks, hook) : -1;
+    if (!result)
+        result = PyObject_SetAttr(tensor, torch_names._backward_hooks, hooks);
+    if (!result)
+        result = (grad_fn = PyObject_GetAttr(tensor, torch_names.grad_fn)) ? 0 : -1;
+    if (!result && grad_fn != Py_None) {
+        done = PyObject_CallMethodObjArgs(grad_fn, torch_names._register_hook_dict, tensor, NULL);
+        result = done ? 0 : -1;
+    }
+    Py_XDECREF(hooks);
+    Py_XDECREF(grad_fn);
+    Py_XDECREF(done);
+    return result;
+}
+
+static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
+    int requires_grad = torch_requires_grad(tensor);
+    if (requires_grad <= 0)
+        return requires_grad;
+    PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
+    int result = !hooks ? -1 : hooks == Py_None ? hook_first(tensor, hook) : add_hook(hooks, hook);
+    (*hooked)++;
+    Py_XDECREF(hooks);
+    return result;
+}
+
+static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked);
+
+static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
+    for (Py_ssize_t i = 0, n = PySequence_Size(sequence); i < n; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        int result = item ? hook_outputs(item, hook, hooked) : -1;
+        Py_XDECREF(item);
+        if (result < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int hook_dict(PyObject *dict, PyObject *hook, int64_t *hooked) {
+    Py_ssize_t position = 0;
+    PyObject *key, *value;
+    while (PyDict_Next(dict, &position, &key, &value))
+        if (hook_outputs(value, hook, hooked) < 0)
+            return -1;
+    return 0;
+}
+
+/* Hook every tensor in `output` that requires grad; the output itself is returned to the user as it is. */
+static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
+    if (torch_is_tensor(output))
+        return hook_tensor(output, hook, hooked);
+    if (output == Py_None || PyBool_Check(output) || PyLong_Check(output) || PyFloat_Check(output) ||
+        PyUnicode_Check(output))
+        return 0;
+    if (PyTuple_Check(output) || PyList_Check(output))
+        return hook_sequence(output, hook, hooked);
+    if (PyDict_CheckExact(output))
+        return hook_dict(output, hook, hooked);
+    PyObject *tensors = call_tree("tensors_of", output, NULL, NULL, NULL);
+    int result = tensors ? hook_sequence(tensors, hook, hooked) : -1;
+    Py_XDECREF(tensors);
+    return result;
+}
+
+/* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
+int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
+    int64_t hooked = 0;
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = unit->cut_off = false;
+    if (!torch_grad_enabled())
+        return unit_note_checkpointed(unit);
+    PyObject *hook = hook_new(pre_backward, unit, unit->object);
+    int result = hook ? hook_outputs(output, hook, &hooked) : -1;
+    Py_XDECREF(hook);
+    if (!result && !hooked)
+        return unit_note_cut_off(unit);
+    unit->needs_pre_backward_unshard = hooked > 0 && unit->handle;
+    if (unit->needs_pre_backward_unshard)
+        unit->graph_precision = storage_precision(&unit->handle->storage);
+    return result;
+}

@@ -1,0 +1,139 @@
+/* One FullyShardedDataParallel instance: its forward, its backward, and what they leave for each other.
+ *
+ * Invariant: outside of a step the phase is IDLE or SUMMON_FULL_PARAMS, the handle is IDLE too, and no flag of a step is set. A unit
+ * without a runtime has not seen lazy init, or its root has gone. */
+#ifndef FSDP_RUNTIME_UNIT_H
+#define FSDP_RUNTIME_UNIT_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "handle/handle.h"
+#include "runtime/order.h"
+#include "runtime/schedule.h"
+
+enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD_POST }; /* torch's values */
+
+/* Whether the unit, with or without parameters, is in use. */
+enum unit_phase {
+    PHASE_IDLE,
+    PHASE_IN_STEP, /* amid its forward, or its backward has begun */
+    PHASE_SUMMON_FULL_PARAMS,
+    UNIT_PHASES
+};
+
+struct runtime;
+
+/* One FullyShardedDataParallel instance. */
+struct unit {
+    PyObject *object;         /* borrowed; the Python object that this struct lives in */
+    PyObject *module_ref;     /* owned; weak reference to the instance, which owns the unit; its _lazy_init
+                             * builds the runtime, its end detaches the views */
+    PyObject *handle_object;  /* owned; or NULL when the instance manages no parameters */
+    struct handle *handle;    /* borrowed from handle_object */
+    PyObject *runtime_object; /* owned; NULL before lazy init */
+    struct runtime *runtime;  /* borrowed from runtime_object */
+    PyObject *name;           /* owned; str */
+
+    PyObject *param_dtype; /* owned; inputs are cast to it, or NULL */
+    bool cast_forward_inputs, cast_root_forward_inputs;
+    enum backward_prefetch backward_prefetch;
+    bool forward_prefetch, limit_all_gathers;
+    bool full_precision_in_eval; /* FSDP_USE_FULL_PREC_IN_EVAL */
+
+    bool is_root;
+    bool sync_gradients;
+    enum unit_phase phase; /* written by unit_state.c */
+
+    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, a scalar leaf; its outputs are the
+     * unit's cached views and its backward receives all their gradients at once. It returns no gradient for the anchor, yet
+     * autograd runs the anchor's accumulation node once per backward, after every contribution: the post-backward moment. */
+    PyObject *anchor;      /* owned */
+    PyObject *anchor_node; /* owned; keeps the accumulation node, and the hook on it, alive */
+    PyObject *anchor_hook; /* owned; a hook that does not own the unit */
+    bool views_attached;   /* the views carry history of an earlier forward */
+    PyObject *hooks_seen;  /* owned; the views had no hooks yet when torch's hook of this number was registered */
+
+    PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
+    bool ran_pre_backward, needs_pre_backward_unshard;
+    bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
+    bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
+    enum precision graph_precision; /* of the last forward that a backward can follow */
+    int32_t ledger_index;           /* of its name in the ledger, -1: none */
+    struct order_place place;       /* in the order of units */
+    struct gather_mark gather;      /* its last all-gather */
+};
+
+struct unit_spec {
+    PyObject *module, *handle_object /* or NULL */, *name, *param_dtype /* or None */;
+    struct handle *handle;
+    bool cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
+    bool full_precision_in_eval;
+    int backward_prefetch;
+};
+
+/* ---- unit.c: life ---- */
+
+int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
+int unit_clear(struct unit *unit);
+int unit_visit(struct unit *unit, visitproc visit, void *arg);
+int unit_bind(struct unit *unit, struct runtime *runtime,
+              bool is_root); /* lazy init: the unit belongs to a root. 0 or -1 */
+void unit_unbind(struct unit *unit);
+int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE. 0 or -1 */
+int unit_unwatch_inputs(struct unit *unit); /* undoes unit_watch_inputs. 0 or -1 */
+void unit_set_sync_gradients(struct unit *unit, bool sync);
+void unit_set_ledger_index(struct unit *unit, int32_t index);
+
+/* unit_state.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
+int unit_set_phase(struct unit *unit, enum unit_phase phase);
+const struct handle *
+unit_handle_or_first(const struct unit *unit); /* its own, else the first of its runtime, or NULL */
+long long unit_rank(const struct unit *unit);  /* for messages; -1 where there are no parameters */
+
+/* ---- forward.c ---- */
+
+/* The instance's forward, from root pre-forward to post-forward. New reference, or NULL with everything idle again. */
+PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs);
+/* The gathered views belong to a new node, if gradients come. 0 or -1. */
+int unit_register_post_backward_hook(struct unit *unit);
+
+/* inputs.c. 0 or -1 */
+/* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. */
+int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs);
+/* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
+int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs);
+
+/* outputs.c: where a tensor of the output is hooked, a backward can follow. 0 or -1. */
+int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
+
+/* ahead.c. 0 or -1 */
+int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */
+int unit_wait_unsharded(struct unit *unit); /* computation may use them */
+int unit_begin_step_alone(
+    struct unit *unit); /* outside of the root's forward the script has called this unit by itself */
+
+/* precision.c: in which precision the unit is gathered next. 0 or -1. */
+int unit_precision_for_forward(
+    struct unit *unit); /* follows the mode of the wrapped module, where that was asked for */
+int unit_precision_for_backward(struct unit *unit); /* that of its forward */
+int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
+
+/* cut_off.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
+int unit_note_cut_off(struct unit *unit);      /* no output of this forward requires a gradient */
+int unit_note_checkpointed(struct unit *unit); /* a forward without gradients has ended; perhaps a checkpoint's */
+
+/* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
+
+int unit_pre_backward(struct unit *unit);
+int unit_post_backward(struct unit *unit);
+int unit_post_backward_reshard(struct unit *unit); /* after its gradients were packed: free, and prefetch */
+int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
+
+/* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */
+int unit_attach_views(struct unit *unit);
+int unit_detach_views(struct unit *unit); /* views.c: they have no history */
+
+#endif
