@@ -269,6 +269,8 @@ int schedule_reshard(struct unit *unit, bool free_storage) {
 int schedule_reduce(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
+    if (gradients_take_memory(&unit->handle->gradients) < 0)
+        return -1;
     if (stream_record(streams, STREAM_COMPUTE, &schedule->packed) < 0)
         return -1;
     if (stream_wait(streams, STREAM_POST_BACKWARD, schedule->packed) < 0)

@@ -13,8 +13,9 @@
  *
  * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: what is
  * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (deferred_free.h),
- * and so is the output of a reduce-scatter; a reduction's input is released when the compute stream waits for it; what a side
- * stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or packed first. */
+ * and so is the output of a reduce-scatter that is reduced again; a reduction's input is released when the compute stream waits for
+ * it; what a side stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or
+ * packed first. Reduced shards that end as gradients are the compute stream's, which waits for them before anybody frees them. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
