@@ -151,6 +151,11 @@ PyObject *gradients_take_reduce_output(struct gradients *gradients) {
     return output;
 }
 
+void gradients_release_reduce_input(struct gradients *gradients) {
+    if (!gradients->comm_hook.function || gradients->comm_hook.native)
+        Py_CLEAR(gradients->reduce_input);
+}
+
 void gradients_reduce_release(struct gradients *gradients) {
     Py_CLEAR(gradients->reduce_input);
     Py_CLEAR(gradients->hook_input);
