@@ -171,7 +171,7 @@ fail:
     return -1;
 }
 
-/* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. */
+/* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. It stays in `pending`. */
 static int pack_directly(struct gradients *gradients) {
     PyObject *input = torch_empty_like(gradients->storage->copy->reduce_input_like.tensor);
     if (!input || gradients_pack_pending(gradients, input, gradients->predivide) < 0) {
@@ -179,17 +179,37 @@ static int pack_directly(struct gradients *gradients) {
         return -1;
     }
     ref_set(&gradients->reduce_input, input);
-    Py_CLEAR(gradients->pending);
+    return 0;
+}
+
+static int begin_pack(struct gradients *gradients) {
+    if (gradients_read_comm_hook(gradients) < 0)
+        return -1;
+    gradients->unreduced = gradients->hooked = false;
+    return 0;
+}
+
+bool gradients_pack_directly(const struct gradients *gradients) {
+    return gradients->param->sharded && !gradients->unsharded && !gradients->sum;
+}
+
+int gradients_pack_beside(struct gradients *gradients, PyObject **packed) {
+    if (begin_pack(gradients) < 0 || pack_directly(gradients) < 0)
+        return -1;
+    *packed = gradients->pending;
+    gradients->pending = NULL;
     return 0;
 }
 
 int gradients_pack(struct gradients *gradients) {
     PyObject **previous = gradients_previous(gradients), *total;
-    if (gradients_read_comm_hook(gradients) < 0)
+    if (begin_pack(gradients) < 0)
         return -1;
-    gradients->unreduced = gradients->hooked = false;
-    if (!*previous && !gradients->sum)
-        return pack_directly(gradients);
+    if (!*previous && !gradients->sum) {
+        int result = pack_directly(gradients);
+        Py_CLEAR(gradients->pending);
+        return result;
+    }
     if (*previous) {
         if (gradients->pending && gradients_add_received(gradients, *previous) < 0)
             return -1;

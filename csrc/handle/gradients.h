@@ -74,17 +74,26 @@ int gradients_receive(struct gradients *gradients,
                       PyObject *args); /* one contribution: the arguments of the node's backward */
 int gradients_pack(
     struct gradients *gradients); /* what was received, and what no_sync left, becomes the reduction's input */
+/* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is the caller's, in
+ * `*packed`, until the pass is over. 0 or -1. */
+bool gradients_pack_directly(const struct gradients *gradients);
+int gradients_pack_beside(struct gradients *gradients, PyObject **packed);
 int gradients_accumulate_unsharded(
     struct gradients *gradients);                 /* no_sync: add what was received, to be shown as .grad */
 void gradients_drop(struct gradients *gradients); /* after an exception: nothing of this backward is kept */
 
 /* ---- reduced: reduction.c ---- */
 
+/* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is memory of that stream, where
+ * it is used and freed. 0 or -1. */
+int gradients_take_memory(struct gradients *gradients);
 int gradients_reduce_enqueue(struct gradients *gradients);      /* start the reduction of what was packed */
 int gradients_reduce_finish(struct gradients *gradients);       /* wait, post-divide, accumulate into saved_shard */
 bool gradients_reduce_twice(const struct gradients *gradients); /* in the shard group, and then over the replicas? */
 /* After that: the reduction's output, for the caller to let go of; NULL where it is kept as the gradient. */
 PyObject *gradients_take_reduce_output(struct gradients *gradients);
+/* Once all that reads it is enqueued on the stream that took it; that of a user's hook stays. */
+void gradients_release_reduce_input(struct gradients *gradients);
 void gradients_reduce_release(struct gradients *gradients); /* after that: the reduction's input and output */
 
 /* ---- the user's hooks ---- */

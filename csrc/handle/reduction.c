@@ -22,10 +22,28 @@ static PyObject *enqueue(struct gradients *gradients) {
     return collective_reduce_scatter(group, gradients->reduce_output, gradients->reduce_input);
 }
 
+/* What the reduce-scatter writes is the gradient of this backward, as it is. A hook may give it other memory. */
+static bool keeps_output(const struct gradients *gradients) {
+    bool is_hooked = gradients->comm_hook.function && !gradients->comm_hook.native;
+    return gradients->param->sharded && !gradients->saved_shard && !is_hooked && !gradients_reduce_twice(gradients) &&
+           gradients->storage->copy->reduce_kind == gradients->storage->orig_kind;
+}
+
+static PyObject *new_output(const struct gradients *gradients) {
+    return torch_empty_like(gradients->storage->copy->reduce_output_like.tensor);
+}
+
+int gradients_take_memory(struct gradients *gradients) {
+    if (!keeps_output(gradients))
+        return 0;
+    ref_set(&gradients->reduce_output, new_output(gradients));
+    return gradients->reduce_output ? 0 : -1;
+}
+
 int gradients_reduce_enqueue(struct gradients *gradients) {
-    gradients->reduce_output = gradients->param->sharded
-                                   ? torch_empty_like(gradients->storage->copy->reduce_output_like.tensor)
-                                   : Py_NewRef(gradients->reduce_input);
+    if (!gradients->reduce_output)
+        gradients->reduce_output =
+            gradients->param->sharded ? new_output(gradients) : Py_NewRef(gradients->reduce_input);
     if (gradients->reduce_output)
         gradients->work = enqueue(gradients);
     if (!gradients->work || storage_wait_in_stream(gradients->storage, &gradients->work) < 0)
@@ -131,6 +149,11 @@ PyObject *gradients_take_reduce_output(struct gradients *gradients) {
     if (output == gradients->saved_shard)
         Py_CLEAR(output);
     return output;
+}
+
+void gradients_release_reduce_input(struct gradients *gradients) {
+    if (!gradients->comm_hook.function || gradients->comm_hook.native)
+        Py_CLEAR(gradients->reduce_input);
 }
 
 void gradients_reduce_release(struct gradients *gradients) {

@@ -93,8 +93,7 @@ static int free_and_prefetch(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || watch_unit(unit, Py_None) < 0 ||
-        gradients_pack(&unit->handle->gradients) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || watch_unit(unit, Py_None) < 0 || schedule_pack(unit) < 0)
         return -1;
     if (free_and_prefetch(unit) < 0)
         return -1;

@@ -84,7 +84,7 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
-    if (watch_unit(unit, Py_None) < 0 || gradients_pack(&unit->handle->gradients) < 0)
+    if (watch_unit(unit, Py_None) < 0 || schedule_pack(unit) < 0)
         return -1;
     return runtime_reduce(runtime, unit) < 0 ? -1 : runtime_finish_reduction(runtime);
 }

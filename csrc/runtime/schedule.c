@@ -14,15 +14,16 @@ int schedule_init(struct schedule *schedule, PyObject *device) {
 
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    stream_event *events[] = {
-        &schedule->step_begin,     &schedule->input_made,  &schedule->packed, &schedule->scattered,
-        &schedule->reduced,        &schedule->all_reduced, &schedule->joined, &schedule->unsharded.last_use,
-        &schedule->inputs.last_use};
+    stream_event *events[] = {&schedule->step_begin,     &schedule->input_made, &schedule->received,
+                              &schedule->packed,         &schedule->scattered,  &schedule->reduced,
+                              &schedule->all_reduced,    &schedule->joined,     &schedule->unsharded.last_use,
+                              &schedule->inputs.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
         stream_event_destroy(streams, &schedule->limiter[i]);
     Py_CLEAR(schedule->scattered_output);
+    Py_CLEAR(schedule->packed_gradients);
     streams_fini(streams);
     pool_fini(&schedule->pool);
 }
@@ -272,22 +273,59 @@ int schedule_reshard(struct unit *unit, bool free_storage) {
     return held && free_storage && !is_there(unit) ? limiter_note_free(schedule) : 0;
 }
 
+/* ---- packing ---- */
+
+/* Of the unit before. Computation goes on when it is packed, so that its memory may be taken again. */
+static int release_packed(struct schedule *schedule) {
+    if (!schedule->packed_gradients)
+        return 0;
+    int result = stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->packed);
+    Py_CLEAR(schedule->packed_gradients);
+    return result;
+}
+
+static int mark_received(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (gradients_take_memory(&unit->handle->gradients) < 0)
+        return -1;
+    if (stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->received) < 0)
+        return -1;
+    return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
+}
+
+static int pack_beside(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct streams *streams = &schedule->streams;
+    if (release_packed(schedule) < 0 || mark_received(unit) < 0 || stream_enter(streams, STREAM_POST_BACKWARD) < 0)
+        return -1;
+    int result = gradients_pack_beside(&unit->handle->gradients, &schedule->packed_gradients);
+    if (!result)
+        result = stream_record(streams, STREAM_POST_BACKWARD, &schedule->packed);
+    return stream_leave(streams) < 0 ? -1 : result;
+}
+
+int schedule_pack(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct gradients *gradients = &unit->handle->gradients;
+    schedule->packs_beside = streams_are_real(&schedule->streams) && gradients_pack_directly(gradients);
+    return schedule->packs_beside ? pack_beside(unit) : gradients_pack(gradients);
+}
+
 /* ---- reduction ---- */
 
 int schedule_reduce(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct streams *streams = &schedule->streams;
-    if (stream_record(streams, STREAM_COMPUTE, &schedule->packed) < 0)
+    struct gradients *gradients = &unit->handle->gradients;
+    if ((!schedule->packs_beside && mark_received(unit) < 0) || stream_enter(streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    if (stream_wait(streams, STREAM_POST_BACKWARD, schedule->packed) < 0)
-        return -1;
-    if (stream_enter(streams, STREAM_POST_BACKWARD) < 0)
-        return -1;
-    int result = gradients_reduce_enqueue(&unit->handle->gradients);
+    int result = gradients_reduce_enqueue(gradients);
     if (result < 0)
         explain_failure(unit, LEDGER_REDUCE, false);
-    else if (gradients_reduce_twice(&unit->handle->gradients))
+    else if (gradients_reduce_twice(gradients))
         result = stream_record(streams, STREAM_POST_BACKWARD, &schedule->scattered);
+    if (schedule->packs_beside) /* its memory is taken again on the same stream */
+        gradients_release_reduce_input(gradients);
     return stream_leave(streams) < 0 ? -1 : result;
 }
 
@@ -318,34 +356,46 @@ static int finish_hybrid_reduction(struct unit *unit) {
     if (release_scattered_output(schedule) < 0 || stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
         finish_on(unit, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
         return -1;
-    schedule->reducing = true;
+    schedule->all_reducing = true;
     schedule->scattered_output = gradients_take_reduce_output(&unit->handle->gradients);
-    return stream_wait(streams, STREAM_COMPUTE, schedule->scattered);
+    return schedule->packs_beside ? 0 : stream_wait(streams, STREAM_COMPUTE, schedule->scattered);
+}
+
+/* Computation waits at once where what is reduced is memory of its own. */
+static int finish_reduction(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (finish_on(unit, STREAM_POST_BACKWARD, &schedule->reduced) < 0)
+        return -1;
+    schedule->reducing = schedule->packs_beside;
+    return schedule->packs_beside ? 0 : stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced);
 }
 
 int schedule_finish_reduction(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct streams *streams = &schedule->streams;
-    int result;
-    if (streams_are_real(streams) && gradients_reduce_twice(&unit->handle->gradients)) {
-        result = finish_hybrid_reduction(unit);
-    } else {
-        result = finish_on(unit, STREAM_POST_BACKWARD, &schedule->reduced);
-        if (!result)
-            result = stream_wait(streams, STREAM_COMPUTE, schedule->reduced);
-    }
+    bool is_hybrid =
+        streams_are_real(&unit->runtime->schedule.streams) && gradients_reduce_twice(&unit->handle->gradients);
+    int result = is_hybrid ? finish_hybrid_reduction(unit) : finish_reduction(unit);
     if (!result)
         gradients_reduce_release(&unit->handle->gradients);
     return result;
 }
 
-int schedule_wait_reduced(struct schedule *schedule) {
-    if (!schedule->reducing)
+static int wait_for_all_reduces(struct schedule *schedule) {
+    if (!schedule->all_reducing)
         return 0;
-    schedule->reducing = false;
+    schedule->all_reducing = false;
     if (stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) < 0)
         return -1;
     return release_scattered_output(schedule);
+}
+
+int schedule_wait_reduced(struct schedule *schedule) {
+    bool reducing = schedule->reducing;
+    schedule->reducing = false;
+    if (release_packed(schedule) < 0)
+        return -1;
+    if (reducing && stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) < 0)
+        return -1;
+    return wait_for_all_reduces(schedule);
 }
 
 /* ---- ends ---- */

@@ -2,19 +2,23 @@
  *
  *   PRE_UNSHARD    |wait step_begin| upload, cast |input_made|
  *   UNSHARD        |wait step_begin, input_made| all-gather |gathered|
- *   COMPUTE        |wait gathered| forward ... |pack|packed| ... |wait reduced| release the input
- *   POST_BACKWARD  |wait packed| reduce, post-divide |reduced|
+ *   COMPUTE        |wait gathered| forward ... backward |received| backward of the next |wait packed| release the gradients
+ *   POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
+ *
+ * Computation waits for `reduced` at the end of the backward. A sum over several contributions, and what is not sharded, is packed on
+ * the compute stream before `received`, which waits for `reduced` then and releases the input.
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *
- *   POST_BACKWARD  |wait packed| reduce-scatter |scattered|
+ *   POST_BACKWARD  |wait received| pack |packed| reduce-scatter |scattered|
  *   ALL_REDUCE     |wait scattered| all-reduce, post-divide |all_reduced|
- *   COMPUTE        |wait scattered| release the input ... |wait all_reduced| at the end
+ *   COMPUTE        ... |wait all_reduced| at the end
  *
  * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: what is
  * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (deferred_free.h),
- * and so is the output of a reduce-scatter; a reduction's input is released when the compute stream waits for it; what a side
- * stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or packed first. */
+ * and so is the output of a reduce-scatter that is reduced again; gradients are held until the compute stream waits for their
+ * packing; what a side stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or
+ * received first. Reduced shards that end as gradients are the compute stream's, which waits for them before anybody frees them. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
@@ -28,11 +32,14 @@ enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
 struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
-    stream_event input_made, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
-    struct deferred_free unsharded, inputs;                                   /* of gathers */
-    int64_t num_begins;                                                       /* of steps, from 1 on */
+    stream_event input_made, received, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
+    struct deferred_free unsharded, inputs;                                             /* of gathers */
+    int64_t num_begins;                                                                 /* of steps, from 1 on */
     bool uploading;             /* the host has not waited for what reads its memory */
-    bool reducing;              /* the compute stream has not waited for `all_reduced` */
+    bool packs_beside;          /* the last unit's gradients were packed on the stream that reduces them */
+    PyObject *packed_gradients; /* owned; what is packed there up to `packed`, memory of the compute stream; or NULL */
+    bool reducing;              /* the compute stream has not waited for `reduced` */
+    bool all_reducing;          /* nor for `all_reduced` */
     PyObject *scattered_output; /* owned; what the all-reduce before `all_reduced` was of, unless it is kept; or NULL */
     struct pool pool;
     stream_event limiter[LIMITER_DEPTH]; /* owned; frees that the host has not waited for, oldest at limiter_first */
@@ -62,6 +69,7 @@ int schedule_begin_step(struct schedule *schedule); /* a gather of this step see
 int schedule_unshard(struct unit *unit);            /* enqueue the all-gather, after the limiter */
 int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it */
 int schedule_reshard(struct unit *unit, bool free_storage);
+int schedule_pack(struct unit *unit);   /* its gradients become what is reduced */
 int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);
 int schedule_wait_reduced(struct schedule *schedule); /* computation waits for all that was finished */

@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 DEVICE = HERE / "device"
 FOLDER = ROOT / "build" / "simulated_gpu"
-DEVICE_SOURCES = ("streams", "accesses", "memory", "driver", "later", "graph")
+DEVICE_SOURCES = ("streams", "accesses", "memory", "driver", "later", "graph", "timeline")
 TORCH_SOURCES = ("operators", "nccl", "torch_device", "python", "held_operator", "tensors")  # the longest first
 
 FLAGS = ["-fPIC", "-fvisibility=hidden", "-g1"]

@@ -11,6 +11,7 @@
 #include "kernels/checksum.h"
 #include "kernels/table.h"
 #include "later.h"
+#include "timeline.h"
 
 extern "C" const struct kernel_table *emulated_kernels(const char **why);
 
@@ -75,16 +76,23 @@ template <typename Argument> class kept {
 class kernel_launch {
   public:
     kernel_launch(const char *name, const struct kernel_stream *stream)
-        : at(*stream), on(simulated_gpu::stream_of_handle(stream->cuda_stream, stream->device_index)), alone(mutex()),
-          launch(on, name) {
+        : name(name), at(*stream), on(simulated_gpu::stream_of_handle(stream->cuda_stream, stream->device_index)),
+          alone(mutex()), launch(on, name) {
         int device;
         emulated_device = cuCtxGetDevice(&device) == 0 ? device : EMULATED_NO_DEVICE;
     }
     void reads(const void *data, int64_t nbytes) {
         launch.access(data, (size_t)nbytes, simulated_gpu::READ);
+        moved_nbytes += data ? (double)nbytes : 0;
     }
     void writes(const void *data, int64_t nbytes) {
         launch.access(data, (size_t)nbytes, simulated_gpu::WRITE);
+        moved_nbytes += data ? (double)nbytes : 0;
+    }
+    /* Reads what is there before it writes. */
+    void changes(const void *data, int64_t nbytes) {
+        writes(data, nbytes);
+        moved_nbytes += data ? (double)nbytes : 0;
     }
     void reads_source(const struct pack_source &source) {
         if (source.view.data) {
@@ -96,14 +104,19 @@ class kernel_launch {
             reads(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
         }
     }
-    void writes_all(const struct tensor_view *tensors, const int64_t *numels, int64_t count) {
+    void changes_all(const struct tensor_view *tensors, const int64_t *numels, int64_t count) {
         for (int64_t i = 0; i < count; i++) {
-            writes(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
+            changes(tensors[i].data, numels[i] * dtype_nbytes(tensors[i].dtype));
         }
     }
 
     /* At once, or when the stream comes to it. */
     template <typename Kernel> enum status run(Kernel kernel) {
+        simulated_gpu::host_spends(simulated_gpu::costs().launch);
+        simulated_gpu::device_spends(on, name, simulated_gpu::COMPUTE, simulated_gpu::us_of_bytes(moved_nbytes));
+        if (simulated_gpu::has_only_shapes()) {
+            return STATUS_OK;
+        }
         if (!simulated_gpu::is_later(on)) {
             return kernel(&at);
         }
@@ -120,6 +133,8 @@ class kernel_launch {
         static std::recursive_mutex made;
         return made;
     }
+    const char *name;
+    double moved_nbytes = 0;
     struct kernel_stream at;
     simulated_gpu::stream *on;
     std::unique_lock<std::recursive_mutex> alone;
@@ -145,7 +160,7 @@ static enum status pack_add(void *output, enum dtype dtype, const struct pack_so
     for (int64_t i = 0; i < count; i++) {
         now.reads_source(sources[i]);
         if (sources[i].view.data) {
-            now.writes((char *)output + sources[i].offset * size, sources[i].numel * size);
+            now.changes((char *)output + sources[i].offset * size, sources[i].numel * size);
         }
     }
     return now.run([=, kept_sources = kept(sources, count)](const struct kernel_stream *at) {
@@ -167,7 +182,7 @@ static enum status accumulate(void *output, enum dtype to, const void *input, en
                               double divisor, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c accumulate", stream);
     now.reads(input, numel * dtype_nbytes(from));
-    now.writes(output, numel * dtype_nbytes(to));
+    now.changes(output, numel * dtype_nbytes(to));
     return now.run(
         [=](const struct kernel_stream *at) { return inner->accumulate(output, to, input, from, numel, divisor, at); });
 }
@@ -212,7 +227,7 @@ static enum status scale(const struct tensor_view *tensors, const int64_t *numel
                          const void *coefficient, enum dtype dtype, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c scale", stream);
     now.reads(coefficient, dtype_nbytes(dtype));
-    now.writes_all(tensors, numels, count);
+    now.changes_all(tensors, numels, count);
     return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
         return inner->scale(views.data(), sizes.data(), count, coefficient, dtype, at);
     });
@@ -222,7 +237,7 @@ static enum status unscale(const struct tensor_view *tensors, const int64_t *num
                            const float *inverse, float *found_inf, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c unscale", stream);
     now.reads(inverse, sizeof *inverse);
-    now.writes_all(tensors, numels, count);
+    now.changes_all(tensors, numels, count);
     now.writes(found_inf, sizeof *found_inf);
     return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
         return inner->unscale(views.data(), sizes.data(), count, inverse, found_inf, at);
@@ -252,7 +267,7 @@ static enum status adamw(const struct adam_tensor *tensors, int64_t count, const
             if (operand == ADAM_GRAD) {
                 now.reads(view.data, nbytes);
             } else {
-                now.writes(view.data, nbytes);
+                now.changes(view.data, nbytes);
             }
         }
         now.writes(tensors[i].step, sizeof(float));

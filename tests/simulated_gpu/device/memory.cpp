@@ -1,5 +1,7 @@
 #include "memory.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -11,6 +13,7 @@
 #include "accesses.h"
 #include "graph.h"
 #include "later.h"
+#include "timeline.h"
 
 namespace simulated_gpu {
 
@@ -64,7 +67,26 @@ static void add(int64_t &current, int64_t &peak, size_t nbytes) {
 }
 
 static void poison(uintptr_t at, size_t nbytes) {
-    memset((void *)at, 0xff, nbytes); /* NaN of every floating-point type */
+    if (!has_only_shapes()) {
+        memset((void *)at, 0xff, nbytes); /* NaN of every floating-point type */
+    }
+}
+
+/* Address space alone where nothing is computed. */
+static void *take_memory(size_t nbytes) {
+    if (!has_only_shapes()) {
+        return aligned_alloc(PAGE, nbytes);
+    }
+    void *taken = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return taken == MAP_FAILED ? nullptr : taken;
+}
+
+static void return_memory(uintptr_t at, size_t nbytes) {
+    if (has_only_shapes()) {
+        munmap((void *)at, nbytes);
+    } else {
+        free((void *)at);
+    }
 }
 
 /* What was launched with the memory, and is held, runs before. */
@@ -109,6 +131,8 @@ static void look_at_waiting(bool all) {
         for (event &until : each.until) {
             if (all) {
                 host_wait(&until);
+            } else if (is_over_in_time(&until)) {
+                merge(host_clock(), until.at); /* as a query that says so */
             }
             is_over = is_over && knows(host_clock(), until.at);
         }
@@ -148,7 +172,8 @@ static block_map::iterator new_segment(size_t nbytes, stream *on, pool_id pool) 
     if ((double)of_device.reserved + (double)size > fractions[on->device] * (double)total_memory()) {
         return blocks.end();
     }
-    void *fresh = aligned_alloc(PAGE, size);
+    void *fresh = take_memory(size);
+    host_spends(costs().segment);
     if (!fresh) {
         return blocks.end();
     }
@@ -187,7 +212,7 @@ void empty_cache() {
         stats[device].num_device_free++;
         forget(each.at, each.at + each.nbytes);
         segments.erase(each.segment);
-        free((void *)each.at);
+        return_memory(each.at, each.nbytes);
         it = blocks.erase(it);
     }
 }

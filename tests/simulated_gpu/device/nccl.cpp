@@ -15,6 +15,7 @@
 
 #include "later.h"
 #include "tensors.h"
+#include "timeline.h"
 
 namespace simulated_gpu {
 
@@ -83,6 +84,10 @@ class device_backend final : public Backend {
     device_backend(c10::intrusive_ptr<Backend> inner, c10::intrusive_ptr<nccl_options> given, const char *named)
         : Backend(inner->getRank(), inner->getSize()), gloo(std::move(inner)), options(std::move(given)), name(named),
           through_host(name == "gloo") {
+    }
+    /* Where nothing is computed this process is all ranks, and there is nobody to send bytes to. */
+    device_backend(int rank, int size, c10::intrusive_ptr<nccl_options> given)
+        : Backend(rank, size), options(std::move(given)), name("nccl"), through_host(false) {
     }
 
     const std::string getBackendName() const override {
@@ -228,6 +233,8 @@ class device_backend final : public Backend {
     /* What a collective does, given its inputs and outputs as tensors of the CPU on the device's memory. */
     using collective_body = std::function<void(const Tensors &inputs, const Tensors &outputs)>;
 
+    enum : size_t { SMALL_COLLECTIVE = 1 << 16 /* bytes */ };
+
     c10::intrusive_ptr<Backend> gloo;
     c10::intrusive_ptr<nccl_options> options;
     std::string name;
@@ -235,9 +242,11 @@ class device_backend final : public Backend {
     std::vector<std::pair<WorkPtr, Tensors>> sent; /* gloo reads them later */
     uint64_t sequence = 0;
     stream *streams[MOST_DEVICES] = {};
+    event wire_is_free{}; /* on the timeline: after the last collective */
 
     WorkPtr collective(OpType type, const Tensors &inputs, const Tensors &outputs, bool async_op,
                        collective_body body) {
+        std::optional<unpaid> as_a_whole(std::in_place);
         check(inputs);
         check(outputs);
         const Tensors &some = outputs.empty() ? inputs : outputs;
@@ -258,6 +267,20 @@ class device_backend final : public Backend {
                 touch(launch, each, WRITE);
             }
         }
+        if (!has_only_shapes()) {
+            run_body(on, std::move(body), inputs, outputs);
+        } else {
+            pretend(inputs, outputs);
+        }
+        sequence++;
+        as_a_whole.reset();
+        spend(type, on, inputs, outputs);
+        as_a_whole.emplace();
+        work->finish(on);
+        return work;
+    }
+
+    void run_body(stream *on, collective_body body, const Tensors &inputs, const Tensors &outputs) {
         /* The group lives as long as what it has enqueued. */
         auto run = [group = c10::intrusive_ptr<device_backend>::reclaim_copy(this), body = std::move(body),
                     in = as_cpu_all(inputs), out = as_cpu_all(outputs)] {
@@ -270,9 +293,55 @@ class device_backend final : public Backend {
         } else {
             run_or_hold(on, run);
         }
-        sequence++;
-        work->finish(on);
-        return work;
+    }
+
+    /* Nobody else is there: small parts, at which the host may look, are taken for everybody's. */
+    static void pretend(const Tensors &inputs, const Tensors &outputs) {
+        for (size_t i = 0; i < outputs.size() && !inputs.empty(); i++) {
+            const Tensor &input = inputs.size() == outputs.size() ? inputs[i] : inputs[0];
+            int64_t part = input.numel(), whole = outputs[i].numel();
+            if (part && whole && whole % part == 0 && outputs[i].nbytes() <= SMALL_COLLECTIVE) {
+                as_cpu(outputs[i]).view({-1, part}).copy_(as_cpu(input).reshape({1, -1}));
+            }
+        }
+    }
+
+    /* An all-reduce is a reduce-scatter and an all-gather. */
+    void spend(OpType type, stream *on, const Tensors &inputs, const Tensors &outputs) {
+        if (!is_timed()) {
+            return;
+        }
+        bool gathers = type == OpType::_ALLGATHER_BASE || type == OpType::ALLGATHER;
+        bool scatters = type == OpType::_REDUCE_SCATTER_BASE || type == OpType::REDUCE_SCATTER;
+        double in = 0, out = 0, ways = type == OpType::ALLREDUCE ? 2 : 1;
+        for (const Tensor &each : inputs) {
+            in += nbytes_of(each);
+        }
+        for (const Tensor &each : outputs) {
+            out += nbytes_of(each);
+        }
+        host_spends((in_fsdp() ? costs().launch : costs().collective) + (gathers || scatters ? costs().unit / 3 : 0));
+        begins_after(on, &wire_is_free);
+        double us = getSize() == 1 ? costs().least : ways * us_on_wire(own_wire(), std::max(in, out));
+        device_spends(on, c10d::opTypeToString(type).c_str(),
+                      gathers    ? GATHER
+                      : scatters ? SCATTER
+                                 : OTHER_COLLECTIVE,
+                      us);
+        unpaid bookkeeping;
+        event_record(&wire_is_free, on);
+    }
+
+    /* Whether all its ranks are on one node, of which each has as many as it has GPUs. */
+    enum wire own_wire() const {
+        const std::vector<uint64_t> &ranks = options->global_ranks_in_group;
+        uint64_t per_node = (uint64_t)costs().gpus_per_node;
+        if (ranks.empty()) {
+            return (uint64_t)getSize() <= per_node ? WITHIN_NODE : BETWEEN_NODES;
+        }
+        bool is_one_node = std::all_of(ranks.begin(), ranks.end(),
+                                       [&](uint64_t rank) { return rank / per_node == ranks[0] / per_node; });
+        return is_one_node ? WITHIN_NODE : BETWEEN_NODES;
     }
 
     /* The group's own, behind what was enqueued on the current one. */
@@ -411,6 +480,9 @@ void bind_nccl(pybind11::module_ &module) {
     auto over_gloo = [gloo](const py::object &store, int rank, int size, c10::intrusive_ptr<nccl_options> options) {
         if (!options) {
             options = c10::make_intrusive<nccl_options>();
+        }
+        if (has_only_shapes()) {
+            return c10::make_intrusive<device_backend>(rank, size, options);
         }
         py::object inner = gloo(store, rank, size, py::cast(options->timeout));
         return c10::make_intrusive<device_backend>(inner.cast<c10::intrusive_ptr<Backend>>(), options, "nccl");

@@ -34,6 +34,58 @@ static stream *current_stream_of(const Tensor &tensor) {
     return current_stream(tensor.device().index());
 }
 
+/* ---- time: timeline.h ---- */
+
+/* One operator, on the host and then on the device. */
+static void spend(stream *on, const char *name, enum span_kind kind, double us) {
+    host_spends(in_fsdp() ? costs().launch : costs().op);
+    device_spends(on, name, kind, us);
+}
+
+static void spend_view() {
+    host_spends(in_fsdp() ? 0 : costs().view);
+}
+
+/* Of matrices, or of batches of them. */
+static double flops_of_product(const Tensor &one, const Tensor &other) {
+    return 2.0 * (double)one.numel() * (double)other.size(-1);
+}
+
+static double flops_of(const std::string &name, const IValue *arguments) {
+    if (name == "aten::mm" || name == "aten::bmm") {
+        return flops_of_product(arguments[0].toTensor(), arguments[1].toTensor());
+    }
+    if (name == "aten::addmm" || name == "aten::baddbmm") {
+        return flops_of_product(arguments[1].toTensor(), arguments[2].toTensor());
+    }
+    bool is_forward = name == "aten::_scaled_dot_product_flash_attention";
+    if (is_forward || name == "aten::_scaled_dot_product_flash_attention_backward") {
+        const Tensor &query = arguments[is_forward ? 0 : 1].toTensor(), &key = arguments[is_forward ? 1 : 2].toTensor();
+        bool is_causal = arguments[is_forward ? 4 : 11].toBool();
+        double forward = 4.0 * (double)query.numel() * (double)key.size(2) * (is_causal ? 0.5 : 1.0);
+        return is_forward ? forward : 2.5 * forward; /* five products in place of two */
+    }
+    return 0;
+}
+
+static double flops_per_us(const IValue &first_argument) {
+    return first_argument.isTensor() && first_argument.toTensor().element_size() <= 2 ? costs().flops_16
+                                                                                      : costs().flops_32;
+}
+
+/* Of what it is given to change it reads nothing. */
+static bool overwrites(const std::string &name) {
+    static const names all = {"aten::fill_",    "aten::zero_",          "aten::normal_",
+                              "aten::uniform_", "aten::_foreach_copy_", "aten::_foreach_zero_"};
+    return all.count(name) != 0;
+}
+
+/* It reads as much of its tensors as it gives. */
+static bool reads_what_it_gives(const std::string &name) {
+    static const names all = {"aten::index_select", "aten::embedding", "aten::gather", "aten::index"};
+    return all.count(name) != 0;
+}
+
 /* ---- memory and views ---- */
 
 static Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -117,6 +169,17 @@ static Tensor lasting(const Tensor &source) {
     return is_pageable(source) ? source.clone() : borrowed(source);
 }
 
+/* Bytes: numbers that the host may look at are copied even where nothing is computed. */
+static const double SMALL_COPY = 1 << 16;
+
+static void spend_copy(stream *on, const Tensor &self, const Tensor &source) {
+    if (self.is_cuda() && source.is_cuda()) {
+        spend(on, "aten::copy_", COMPUTE, us_of_bytes(nbytes_of(self) + nbytes_of(source)));
+    } else {
+        spend(on, name_of_copy(self, source), COPY, costs().least + nbytes_of(self) / costs().pcie);
+    }
+}
+
 /* As cudaMemcpyAsync: memory that is not pinned goes by way of a staging buffer, so that nobody races with the host; for what ends
  * there the host waits, as it does for every copy that may block. */
 static void copy_between(const Tensor &self, const Tensor &source, bool non_blocking) {
@@ -128,6 +191,7 @@ static void copy_between(const Tensor &self, const Tensor &source, bool non_bloc
         stream_wait(on, &before);
     }
     bool pageable = is_pageable(self) || is_pageable(source);
+    bool is_between_devices = !self.is_cuda() || !source.is_cuda();
     {
         launch launch(on, name_of_copy(self, source));
         if (source.is_cuda() || !pageable) {
@@ -136,7 +200,12 @@ static void copy_between(const Tensor &self, const Tensor &source, bool non_bloc
         if (self.is_cuda() || !pageable) {
             touch(launch, self, WRITE);
         }
-        auto copy = [into = borrowed(self), from = is_later(on) ? lasting(source) : as_cpu(source)]() mutable {
+        bool is_computed = !has_only_shapes() || (is_between_devices && nbytes_of(self) <= SMALL_COPY);
+        auto copy = [is_computed, into = borrowed(self),
+                     from = is_later(on) ? lasting(source) : as_cpu(source)]() mutable {
+            if (!is_computed) {
+                return;
+            }
             at::AutoDispatchBelowADInplaceOrView below;
             at::native::copy_(into, from, false);
         };
@@ -153,14 +222,14 @@ static void copy_between(const Tensor &self, const Tensor &source, bool non_bloc
             copy();
         }
     }
+    spend_copy(on, self, source);
     if (other != on) {
         event_record(&after, on);
         stream_wait(other, &after);
     }
-    bool leaves_the_device = !self.is_cuda() || !source.is_cuda();
-    if (leaves_the_device && !non_blocking) {
+    if (is_between_devices && !non_blocking) {
         wait_as_torch(on);
-    } else if (leaves_the_device && is_pageable(self)) {
+    } else if (is_between_devices && is_pageable(self)) {
         host_wait_stream(on);
     }
 }
@@ -178,6 +247,7 @@ static at::Scalar local_scalar_dense(const Tensor &self) {
         launch launch(current_stream_of(self), "item");
         touch(launch, self, READ);
     }
+    spend(current_stream_of(self), "item", COPY, costs().least);
     wait_as_torch(current_stream_of(self));
     return at::_local_scalar_dense(as_cpu(self));
 }
@@ -227,7 +297,8 @@ class device_call {
             convert((*stack)[first + i], schema.arguments()[i]);
         }
         write_down();
-        bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+        double us_of_flops = is_timed() ? this->us_of_flops() : 0;
+        bool draws = !has_only_shapes() && op.hasTag(at::Tag::nondeterministic_seeded);
         at::Tensor numbers_before =
             draws ? cpu_generator_in(default_generator(device.index())).get_state() : at::Tensor();
         if (is_held) {
@@ -239,7 +310,8 @@ class device_call {
             if (draws) {
                 numbers.emplace(device.index());
             }
-            op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+            op.redispatchBoxed(c10::DispatchKeySet(has_only_shapes() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU),
+                               stack);
         }
         if (is_held) {
             note_places(stack->size() - schema.returns().size(), stack->size(), true);
@@ -258,6 +330,9 @@ class device_call {
                 cpu_generator_in(default_generator(device.index())).set_state(numbers_before);
             }
         }
+        if (is_timed()) {
+            spend_time(us_of_flops);
+        }
         if (makes_the_host_wait(schema.name())) {
             wait_as_torch(on);
         }
@@ -274,6 +349,33 @@ class device_call {
         originals;                                                 /* by the CPU's: the device's, the CPU's */
     std::unordered_map<c10::StorageImpl *, c10::Storage> storages; /* by the device's: the CPU's */
     std::vector<std::pair<Tensor, enum access>> accesses;
+    double moved_nbytes = 0; /* to and from the device's memory */
+    bool is_view = true;     /* it touches nothing */
+
+    double us_of_flops() const {
+        const IValue *arguments = stack->data() + first;
+        double flops = flops_of(schema.name(), arguments);
+        return flops ? flops / flops_per_us(arguments[0]) : 0;
+    }
+
+    /* A write reads too, unless the operator replaces all that was there. */
+    void count_bytes(const Tensor &tensor, enum access how, bool is_replaced) {
+        is_view = false;
+        bool reads_part = reads_what_it_gives(schema.name());
+        if (how == WRITE) {
+            moved_nbytes += nbytes_of(tensor) * (is_replaced && !reads_part ? 1 : 2);
+        } else if (!reads_part) {
+            moved_nbytes += nbytes_of(tensor);
+        }
+    }
+
+    void spend_time(double us_of_flops) const {
+        if (is_view) {
+            spend_view();
+        } else {
+            spend(on, schema.name().c_str(), COMPUTE, std::max(us_of_bytes(moved_nbytes), us_of_flops));
+        }
+    }
 
     /* Of work that runs later: it runs now as well, as nothing else tells what its results will be, and is undone. */
     bool is_held = false;
@@ -365,17 +467,18 @@ class device_call {
         on = current_stream(device.index());
     }
 
-    Tensor to_cpu(const Tensor &tensor, bool is_access, enum access how) {
+    Tensor to_cpu(const Tensor &tensor, bool is_access, enum access how, bool is_replaced) {
         if (!tensor.defined() || !tensor.is_cuda()) {
             return tensor;
         }
         if (is_access) {
             accesses.push_back({tensor, how});
+            count_bytes(tensor, how, is_replaced);
         }
         c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
         auto found = storages.find(storage);
         if (found == storages.end()) {
-            found = storages.insert({storage, cpu_storage_of(tensor.storage())}).first;
+            found = storages.insert({storage, working_storage_of(tensor.storage())}).first;
         }
         Tensor made = as_cpu(tensor, found->second);
         originals[made.unsafeGetTensorImpl()] = {tensor, made};
@@ -386,22 +489,23 @@ class device_call {
         const c10::AliasInfo *alias = argument.alias_info();
         bool is_access = !alias || alias->isWrite(); /* a view touches nothing */
         enum access how = alias && alias->isWrite() ? WRITE : READ;
+        bool is_replaced = argument.is_out() || overwrites(schema.name());
         if (value.isTensor()) {
-            value = to_cpu(value.toTensor(), is_access, how);
+            value = to_cpu(value.toTensor(), is_access, how, is_replaced);
         } else if (value.isTensorList()) {
             c10::List<Tensor> list;
             for (const Tensor &each : value.toTensorVector()) {
-                list.push_back(to_cpu(each, is_access, how));
+                list.push_back(to_cpu(each, is_access, how, is_replaced));
             }
             value = list;
         } else if (value.isOptionalTensorList()) {
             c10::List<std::optional<Tensor>> list;
             for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
-                list.push_back(each ? std::optional<Tensor>(to_cpu(*each, is_access, how)) : each);
+                list.push_back(each ? std::optional<Tensor>(to_cpu(*each, is_access, how, is_replaced)) : each);
             }
             value = list;
         } else if (value.isDevice() && value.toDevice().is_cuda()) {
-            value = c10::Device(c10::kCPU);
+            value = c10::Device(has_only_shapes() ? c10::kMeta : c10::kCPU);
         } else if (value.isGenerator()) {
             value = cpu_generator_in(value.toGenerator());
         }
@@ -423,7 +527,7 @@ class device_call {
 
     /* An output that the operator resized is resized too. */
     void follow(const Tensor &original, const Tensor &cpu) {
-        bool is_same_memory = original.storage().data() == cpu.storage().data();
+        bool is_same_memory = cpu.is_meta() || original.storage().data() == cpu.storage().data();
         if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
             return;
         }
@@ -437,11 +541,12 @@ class device_call {
     void fill(const Tensor &original, const Tensor &cpu) {
         launch launch(on, schema.name().c_str());
         touch(launch, original, WRITE);
+        count_bytes(original, WRITE, true);
         if (is_held) {
             save(original);
             held->fill(places.at(cpu.unsafeGetTensorImpl()), original);
         }
-        if (cpu.numel()) {
+        if (cpu.numel() && !cpu.is_meta()) {
             at::AutoDispatchBelowADInplaceOrView below;
             Tensor into = as_cpu(original);
             at::native::copy_(into, cpu, false);
@@ -527,6 +632,19 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     library.impl("div.out", TORCH_FN(divide));
 }
 
+/* One kernel of a GPU's, where the CPU has a loop over tensors, so that time counts one. */
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+    if (!is_timed()) {
+        return;
+    }
+    for (const char *name :
+         {"_chunk_cat", "_chunk_cat.out", "split_with_sizes_copy.out", "_foreach_copy_", "_foreach_zero_",
+          "_foreach_add_.Scalar", "_foreach_add_.List", "_foreach_mul_.Scalar", "_foreach_mul_.Tensor",
+          "_foreach_mul_.List", "_foreach_div_.Scalar", "_foreach_norm.Scalar"}) {
+        library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
+}
+
 /* ---- what the host does with pinned memory ---- */
 
 static bool reads_no_values(const char *name) {
@@ -595,7 +713,31 @@ static std::unique_ptr<at::ObserverContext> watch_host(const at::RecordFunction 
     return nullptr;
 }
 
+/* ---- an FSDP's own code, by the ranges that it names for the profiler ---- */
+
+struct range_of_fsdp : at::ObserverContext {};
+
+static std::unique_ptr<at::ObserverContext> begin_range(const at::RecordFunction &function) {
+    std::string name = function.name();
+    bool is_fsdp1 = name.rfind("FullyShardedDataParallel.", 0) == 0 && name != "FullyShardedDataParallel.forward";
+    if (name.rfind("FSDP::", 0) != 0 && !is_fsdp1) {
+        return nullptr;
+    }
+    enter_fsdp();
+    return std::make_unique<range_of_fsdp>();
+}
+
+static void end_range(const at::RecordFunction &, at::ObserverContext *context) {
+    if (context) {
+        leave_fsdp();
+    }
+}
+
 [[maybe_unused]] static const bool registered = [] {
+    if (is_timed()) {
+        auto ranges = at::RecordFunctionCallback(&begin_range, &end_range);
+        at::addGlobalCallback(ranges.scopes({at::RecordScope::USER_SCOPE}));
+    }
     auto callback = at::RecordFunctionCallback(&watch_host);
     at::addGlobalCallback(callback.needsInputs(true).scopes({at::RecordScope::FUNCTION}));
     return true;

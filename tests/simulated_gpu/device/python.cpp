@@ -9,6 +9,7 @@
 #include "later.h"
 #include "nccl.h"
 #include "tensors.h"
+#include "timeline.h"
 
 namespace py = pybind11;
 
@@ -72,6 +73,37 @@ static void bind_streams(py::module_ &module) {
     module.def("host_ms_between", [](uintptr_t from, uintptr_t to) {
         TORCH_CHECK(from && to, "Both events must be recorded before calculating elapsed time.");
         return host_ms_between((const event *)from, (const event *)to);
+    });
+}
+
+/* ---- time ---- */
+
+static double &cost(const std::string &name) {
+    double *found = cost_of_name(name);
+    TORCH_CHECK(found, "there is no such cost: ", name);
+    return *found;
+}
+
+static void bind_timeline(py::module_ &module) {
+    module.def("is_timed", &is_timed);
+    module.def("has_only_shapes", &has_only_shapes);
+    module.def("host_time", &host_time);
+    module.def("host_spends", &host_spends);
+    module.def("cost", [](const std::string &name) { return cost(name); });
+    module.def("set_cost", [](const std::string &name, double value) { cost(name) = value; });
+    module.def("set_wire", [](bool is_between_nodes, std::vector<std::pair<double, double>> us_by_nbytes) {
+        set_wire(is_between_nodes ? BETWEEN_NODES : WITHIN_NODE, std::move(us_by_nbytes));
+    });
+    module.def("us_on_wire", [](bool is_between_nodes, double nbytes) {
+        return us_on_wire(is_between_nodes ? BETWEEN_NODES : WITHIN_NODE, nbytes);
+    });
+    module.def("take_spans", [] {
+        py::list all;
+        for (const span &each : take_spans()) {
+            all.append(py::make_tuple(each.begin, each.end, each.asked, each.ready, each.before, each.serial,
+                                      each.cause, each.stream, (int)each.kind, each.name));
+        }
+        return all;
     });
 }
 
@@ -201,6 +233,7 @@ static void bind_later(py::module_ &module) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     using namespace simulated_gpu;
     bind_streams(module);
+    bind_timeline(module);
     bind_memory(module);
     bind_later(module);
     module.def("bind_nccl", [](py::module_ into) { bind_nccl(into); });

@@ -7,6 +7,7 @@
 
 #include "graph.h"
 #include "later.h"
+#include "timeline.h"
 
 namespace simulated_gpu {
 
@@ -171,10 +172,12 @@ void event_record(event *which, stream *on) {
     holding lock(device_lock);
     merge(on->now, host_clock()); /* the host's own order reaches the stream with what it enqueues */
     *which = {true, false, on->now, std::chrono::steady_clock::now(), end_of(on), on->capture};
+    time_record(which, on);
 }
 
 void stream_wait(stream *which, const event *until) {
     holding lock(device_lock);
+    time_wait(which, until);
     if (!until->recorded) {
         return;
     }
@@ -193,6 +196,7 @@ void host_wait(const event *until) {
         refuse_while_capturing();
     }
     run_until(until->end);
+    time_host_wait(until->time.over, until->time.last, "waits for an event");
     merge(host_clock(), until->at);
 }
 
@@ -202,6 +206,7 @@ void host_wait_stream(stream *which) {
         refuse_while_capturing();
     }
     run_until(end_of(which));
+    time_host_wait(which->time.ready, which->time.last, "waits for a stream");
     merge(host_clock(), which->now);
 }
 
@@ -213,6 +218,7 @@ void host_wait_device(int device) {
     run_all_held(device);
     for (const stream &each : streams().list) {
         if (each.device == device) {
+            time_host_wait(each.time.ready, each.time.last, "waits for the device");
             merge(host_clock(), each.now);
         }
     }
@@ -226,7 +232,8 @@ bool event_query(event *which) {
     if (!which->recorded || knows(host_clock(), which->at)) {
         return true;
     }
-    if (!which->asked) {
+    host_spends(costs().event);
+    if (is_timed() ? !is_over_in_time(which) : !which->asked) {
         which->asked = true;
         return false;
     }
@@ -235,11 +242,18 @@ bool event_query(event *which) {
 }
 
 double host_ms_between(const event *from, const event *to) {
+    if (is_timed()) {
+        return (to->time.over - from->time.over) / 1e3;
+    }
     return std::chrono::duration<double, std::milli>(to->host_time - from->host_time).count();
 }
 
 bool stream_query(stream *which) {
     holding lock(device_lock);
+    host_spends(costs().event);
+    if (is_timed() && !is_over_in_time(which)) {
+        return false;
+    }
     host_wait_stream(which);
     return true;
 }

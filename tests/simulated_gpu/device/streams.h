@@ -26,6 +26,17 @@ enum { MOST_DEVICES = 8, HOST = 0 /* the host's agent; a stream's is from 1 */ }
 
 using clock = std::vector<uint64_t>; /* by agent; missing entries are 0 */
 
+/* By the model of timeline.h, in us. */
+struct stream_time {
+    double ready = 0;              /* from when it may begin what comes next */
+    double busy_until = 0;         /* the end of what it did last */
+    int64_t last = -1, cause = -1; /* what it did last; what made it ready later than that */
+};
+struct event_time {
+    double over = 0;
+    int64_t last = -1; /* what its stream did last before */
+};
+
 struct stream { /* lives as long as the process: its address is the driver's handle */
     int device;
     int agent;
@@ -33,6 +44,7 @@ struct stream { /* lives as long as the process: its address is the driver's han
     int priority;
     clock now;
     uint64_t capture; /* of the graph that it is part of: graph.h; 0: none */
+    stream_time time{};
 };
 
 /* In all that a stream ever held: later.h. */
@@ -48,6 +60,7 @@ struct event {
     std::chrono::steady_clock::time_point host_time; /* when it was recorded */
     position end;                                    /* of what its stream then held */
     uint64_t capture;                                /* in which it was recorded */
+    event_time time{};
 };
 
 /* A number from the environment. */
@@ -82,7 +95,8 @@ DEVICE_API void stream_wait(stream *which, const event *until); /* nothing for a
 DEVICE_API void host_wait(const event *until);
 DEVICE_API void host_wait_stream(stream *which);
 DEVICE_API void host_wait_device(int device);
-/* False once for what the host does not know to be over: as late as a device may be, and who asks again gets there. */
+/* False once for what the host does not know to be over: as late as a device may be, and who asks again gets there. On the
+ * timeline, false until it is over there: asking costs the host time, so who asks again gets there too. */
 DEVICE_API bool event_query(event *which);
 DEVICE_API bool stream_query(stream *which);
 DEVICE_API double host_ms_between(const event *from,

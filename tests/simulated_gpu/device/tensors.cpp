@@ -60,9 +60,27 @@ c10::Storage cpu_storage_of(const c10::Storage &storage) {
                                                   std::move(data), c10::GetAllocator(c10::kCPU), true)};
 }
 
-Tensor as_cpu(const Tensor &tensor, const c10::Storage &cpu_storage) {
-    Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(cpu_storage),
-                                                           c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+c10::Storage working_storage_of(const c10::Storage &storage) {
+    if (!has_only_shapes()) {
+        return cpu_storage_of(storage);
+    }
+    c10::DataPtr nothing(nullptr, c10::kMeta);
+    return {c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), storage.nbytes(),
+                                                  std::move(nothing), c10::GetAllocator(c10::kMeta), true)};
+}
+
+double nbytes_of(const Tensor &tensor) {
+    double numel = 1;
+    for (int64_t d = 0; d < tensor.dim(); d++) {
+        numel *= tensor.stride(d) || !tensor.size(d) ? (double)tensor.size(d) : 1.0;
+    }
+    return numel * (double)tensor.element_size();
+}
+
+Tensor as_cpu(const Tensor &tensor, const c10::Storage &storage) {
+    c10::DispatchKey key = storage.device().is_meta() ? c10::DispatchKey::Meta : c10::DispatchKey::CPU;
+    Tensor made =
+        at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), tensor.dtype());
     c10::TensorImpl *impl = made.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
     mark_wrapped_number(made, tensor);

@@ -6,6 +6,7 @@
 
 #include "accesses.h"
 #include "memory.h"
+#include "timeline.h"
 
 namespace simulated_gpu {
 
@@ -21,9 +22,12 @@ void touch(launch &launch, const at::Tensor &tensor, enum access how);
 
 /* The same memory as a tensor of the CPU. */
 at::Tensor as_cpu(const at::Tensor &tensor);
-at::Tensor borrowed(const at::Tensor &tensor); /* keeps nothing alive, of whatever device */
-at::Tensor as_cpu(const at::Tensor &tensor, const c10::Storage &cpu_storage);
+at::Tensor borrowed(const at::Tensor &tensor);                            /* keeps nothing alive, of whatever device */
+at::Tensor as_cpu(const at::Tensor &tensor, const c10::Storage &storage); /* or of nowhere: working_storage_of */
 c10::Storage cpu_storage_of(const c10::Storage &storage);
+/* For the operators: that of the CPU, or one without memory where nothing is computed. */
+c10::Storage working_storage_of(const c10::Storage &storage);
+double nbytes_of(const at::Tensor &tensor); /* that it moves: what is expanded counts once */
 
 /* A number of Python's that became a tensor weighs less in the choice of a result's dtype. */
 void mark_wrapped_number(const at::Tensor &tensor, const at::Tensor &as);

@@ -31,17 +31,17 @@ FUNCTIONS = (
 
 def reports() -> list[str]:
     """What the race detector has found since the last call."""
-    return _native().take_reports()
+    return library().take_reports()
 
 
 def launches() -> dict[str, int]:
     """How often each operation ran on each stream since the start."""
-    return dict(_native().launch_counts())
+    return dict(library().launch_counts())
 
 
 def log_order(on: bool) -> None:
     """Keep what is ``ordered``, beginning with nothing: call it when the host knows the device to be through."""
-    _native().log_order(on)
+    library().log_order(on)
 
 
 def ordered() -> list[tuple[str, int, dict[int, int]]]:
@@ -50,7 +50,7 @@ def ordered() -> list[tuple[str, int, dict[int, int]]]:
     Streams by their ids, the default ones' too; 0 is the host. Work is counted in launches since the log began, with
     the launch itself.
     """
-    return _native().order_so_far()
+    return library().order_so_far()
 
 
 def drop_wait(nth: int) -> None:
@@ -58,17 +58,17 @@ def drop_wait(nth: int) -> None:
 
     -1: none.
     """
-    _native().drop_wait(nth)
+    library().drop_wait(nth)
 
 
 def waits() -> int:
     """How many such waits there were."""
-    return _native().waits_so_far()
+    return library().waits_so_far()
 
 
 def put_off(streams: str) -> None:
     """Streams that run their work when something waits for it, no sooner: ``side``, ``default``, ``all`` or ``""``."""
-    _native().set_late(streams)
+    library().set_late(streams)
 
 
 # ---- the start
@@ -91,7 +91,7 @@ def _load_library() -> None:
     ctypes.CDLL(str(LIBRARY))
 
 
-def _native() -> Any:
+def library() -> Any:
     """The library as a module of Python."""
     found = sys.modules.get("_C_of_simulated_gpu")
     if found is None:
@@ -106,7 +106,7 @@ def _native() -> Any:
 
 
 def _before_torch_cuda() -> None:
-    torch, native = sys.modules["torch"], _native()
+    torch, native = sys.modules["torch"], library()
     torch_c = torch._C
     for name in FUNCTIONS:
         setattr(torch_c, f"_cuda_{name}", getattr(native, name))
@@ -215,7 +215,7 @@ def _replace_storage_functions(torch: Any, native: Any) -> None:
 
 def _before_distributed() -> None:
     c10d = sys.modules["torch._C._distributed_c10d"]
-    _native().bind_nccl(c10d)
+    library().bind_nccl(c10d)
     c10d.ProcessGroupNCCL.Options = c10d.NCCLOptions
     register = c10d.ProcessGroup._register_backend
 

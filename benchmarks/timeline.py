@@ -1,0 +1,323 @@
+"""A training step of FSDP1, FSDP2 and fsdp_c on a machine that is not there: its time and its memory, by a model.
+
+python -m benchmarks.timeline                                 # 6.7 B parameters on 8 GPUs
+python -m benchmarks.timeline --model 0.4B 1.3B --machine ib512 ethernet64
+python -m benchmarks.timeline --impl fsdp_c --stalls 9 --picture step.png --trace step.json
+python -m benchmarks.timeline --machine my_machine.json --markdown table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MACHINES = Path(__file__).resolve().parent / "machines"
+IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
+ALONE = "alone"  # the model unsharded, in bf16
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+UNIT_US = {"torch.fsdp1": 840.0, "torch.fsdp2": 1005.0, "fsdp_c": 50.0, ALONE: 0.0}
+LARGEST_TABLE_BYTES = float(1 << 40)
+ABOUT = """\
+Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams,
+events and torch's allocator, and says when each launch would begin and end (docs/timeline.md has the rules, and what
+they leave out). The process is rank 0 of the machine's ranks. Models are Llama's, in bf16 with fp32 shards and
+reductions, one unit per block, with fused AdamW; the fourth step is told.
+
+  bound     max(the model's own computation + the first gather + the last reduction, all communication) + optimizer,
+            with the shortest of each among the implementations: no schedule of these collectives is faster
+  exposed   the computing stream is idle while a collective runs
+  host      it is idle because the host has not launched yet what could run
+  at most   the step, were kernels on side streams to stop those that are bound by memory beside them
+
+The host costs 5 us per operator, 1.5 per view and event, 2.5 per launch of a library's own kernel, 8 per collective,
+and for an FSDP's own work on one unit and step what benchmarks.host_overhead measured, with 12 parameters and bf16, on
+a core on which operators cost about as much: FSDP1 840 us, FSDP2 1005, fsdp_c 50. --free-host takes all of that away.
+"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A Llama."""
+
+    width: int
+    hidden: int
+    heads: int
+    blocks: int
+    sequence: int
+    vocabulary: int = 32000
+
+
+MODELS = {
+    "0.4B": Model(1024, 2816, 16, 24, 1024),
+    "1.3B": Model(2048, 5504, 16, 24, 2048),
+    "6.7B": Model(4096, 11008, 32, 32, 4096),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is run."""
+
+    implementation: str
+    model: str
+    machine: str
+    strategy: str = "FULL_SHARD"
+    sequence: int = 0  # 0: the model's own
+    batch: int = 1
+    forward_prefetch: bool = False
+    free_host: bool = False
+    backward_prefetch: str = "BACKWARD_PRE"
+
+
+@dataclass
+class Result:
+    """What came out, in ms and MiB."""
+
+    row: Row
+    step_ms: float
+    compute_ms: float
+    communication_ms: float
+    exposed_ms: float
+    host_ms: float
+    at_most_ms: float
+    optimizer_ms: float
+    ends_ms: float  # the first gather and the last reduction
+    allocated_MiB: float
+    reserved_MiB: float
+    parameters: int
+    stalls: list[tuple[float, str, str]] = field(default_factory=list)
+
+
+# ---- machines
+
+
+def machine_path(name: str) -> Path:
+    return Path(name) if name.endswith(".json") else MACHINES / f"{name}.json"
+
+
+def machine_of(name: str) -> dict[str, Any]:
+    return json.loads(machine_path(name).read_text())
+
+
+def us_by_nbytes(wire: dict[str, Any], world_size: int) -> list[tuple[float, float]]:
+    """How long a gather takes by its bytes in all, given the bus bandwidth as nccl-tests has it.
+
+    That is bytes * (ranks - 1) / ranks / time: given by size, or one for all sizes beside a latency.
+    """
+    share = (world_size - 1) / world_size
+    bandwidth = wire["bus_GB_per_s"]
+    if isinstance(bandwidth, list):
+        return [(float(nbytes), nbytes * share / (1e3 * rate)) for nbytes, rate in bandwidth]
+    return [(n, wire["latency_us"] + n * share / (1e3 * bandwidth)) for n in (1.0, LARGEST_TABLE_BYTES)]
+
+
+def set_machine(machine: dict[str, Any]) -> None:
+    """In a process of the simulated GPU."""
+    from tests.simulated_gpu import timeline
+
+    per_node = machine["gpus_per_node"]
+    timeline.set_costs(gpus_per_node=per_node, **machine["gpu"])
+    timeline.set_wire(False, us_by_nbytes(machine["within_node"], min(per_node, machine["world_size"])))
+    if "between_nodes" in machine:
+        timeline.set_wire(True, us_by_nbytes(machine["between_nodes"], machine["world_size"]))
+
+
+# ---- one row, in a process of its own
+
+
+def run_row(row: Row, stalls: int, trace: str | None, spans: str | None) -> Result:
+    """In a process of the simulated GPU."""
+    import torch
+    import torch._meta_registrations  # shapes of the operators that have them in Python alone
+    import torch.distributed as dist
+
+    from benchmarks.timeline_models import build
+    from tests.simulated_gpu import timeline
+
+    torch.set_num_threads(1)
+    machine, shape = machine_of(row.machine), MODELS[row.model]
+    sequence = row.sequence or shape.sequence
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=machine["world_size"])
+    set_machine(machine)
+    timeline.set_costs(unit=UNIT_US[row.implementation])
+    if row.free_host:
+        timeline.host_is_free()
+    model, parameters = build(row, shape, sequence, machine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) if row.implementation != ALONE else None
+    tokens = torch.zeros(row.batch, sequence, dtype=torch.long, device="cuda")
+    for number in range(4):
+        if number == 1:
+            torch.cuda.empty_cache()  # of what was there during the first step alone
+        if number == 3:
+            torch.cuda.reset_peak_memory_stats()
+        with timeline.step() as taken:
+            train(model, optimizer, tokens)
+    if trace:
+        taken.trace(trace)
+    if spans:
+        import pickle
+
+        Path(spans).write_bytes(pickle.dumps(taken))
+    return result_of(row, taken, parameters, stalls)
+
+
+def train(model: Any, optimizer: Any, tokens: Any) -> None:
+    model(tokens, tokens).backward()
+    if optimizer is None:
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def result_of(row: Row, taken: Any, parameters: int, stalls: int) -> Result:
+    import torch
+
+    from tests.simulated_gpu import timeline
+
+    gathers, scatters = taken.of(timeline.GATHER), taken.of(timeline.SCATTER)
+    ends = sum(span.end - span.begin for span in [*gathers[:1], *scatters[-1:]])
+    optimizer = sum(span.end - span.begin for span in taken.main if "fused_adam" in span.name)
+    return Result(
+        row,
+        taken.time / 1e3,
+        taken.compute / 1e3,
+        taken.communication / 1e3,
+        taken.exposed / 1e3,
+        taken.host_bound / 1e3,
+        (taken.time + taken.contended) / 1e3,
+        optimizer / 1e3,
+        ends / 1e3,
+        torch.cuda.max_memory_allocated() / 2**20,
+        torch.cuda.max_memory_reserved() / 2**20,
+        parameters,
+        taken.stalls()[:stalls],
+    )
+
+
+def in_a_process(row: Row, stalls: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
+    """The row's result, from a process that it starts."""
+    from tests.simulated_gpu import timeline
+
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline", "--row", json.dumps(vars(row))]
+    command += ["--stalls", str(stalls), "--row-trace", trace or "", "--row-spans", spans or ""]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | timeline.environment())
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
+    fields = json.loads(lines[-1])
+    return Result(**fields | {"row": row, "stalls": [tuple(stall) for stall in fields["stalls"]]})
+
+
+# ---- the table
+
+
+def bound_of(alone: Result, results: list[Result]) -> float:
+    """No schedule of the shortest of these collectives is faster."""
+    ends = min(result.ends_ms for result in results)
+    communication = min(result.communication_ms for result in results)
+    optimizer = min(result.optimizer_ms for result in results)
+    return max(alone.compute_ms + ends, communication) + optimizer
+
+
+def table(results: list[Result], alone: Result) -> str:
+    """Of one model on one machine, in markdown."""
+    row, bound = results[0].row, bound_of(alone, results)
+    machine = machine_of(row.machine)
+    sequence = row.sequence or MODELS[row.model].sequence
+    lines = [
+        f"**{row.model} on {row.machine}** ({machine['title']}), {row.strategy}, {row.batch} x {sequence} tokens per "
+        f"GPU: bound {bound:.1f} ms, the model alone {alone.compute_ms:.1f}",
+        "",
+        "| | step ms | / bound | allocated MiB | reserved MiB | compute | communication | exposed | host | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in results:
+        name = each.row.implementation + (", forward_prefetch" if each.row.forward_prefetch else "")
+        times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
+        lines.append(
+            f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
+            f"{each.reserved_MiB:.0f} | " + " | ".join(f"{time:.1f}" for time in times) + " |"
+        )
+    return "\n".join(lines)
+
+
+def stalls_of(result: Result) -> str:
+    lines = [f"{us / 1e3:9.3f} ms  {what}, for {why}" for us, what, why in result.stalls]
+    return "\n".join([f"what the computing stream of {result.row.implementation} waited for:", *lines])
+
+
+def draw(paths: dict[str, str], path: str) -> None:
+    import pickle
+
+    from tests.simulated_gpu import timeline
+
+    steps = {name: pickle.loads(Path(spans).read_bytes()) for name, spans in paths.items()}
+    timeline.picture(steps, path)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    known = sorted(path.stem for path in MACHINES.glob("*.json"))
+    parser.add_argument("--model", nargs="+", default=["6.7B"], choices=list(MODELS))
+    parser.add_argument("--machine", nargs="+", default=["nvlink8"], help=f"{', '.join(known)}, or a file like these")
+    parser.add_argument("--impl", nargs="+", default=list(IMPLEMENTATIONS), choices=IMPLEMENTATIONS)
+    parser.add_argument("--strategy", nargs="+", default=["FULL_SHARD"], choices=STRATEGIES)
+    parser.add_argument("--sequence", type=int, nargs="+", default=[0], help="tokens of one sample (the model's own)")
+    parser.add_argument("--batch", type=int, default=1, help="samples per GPU")
+    parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
+    parser.add_argument("--free-host", action="store_true", help="the host costs nothing")
+    parser.add_argument("--stalls", type=int, default=0, metavar="N", help="say the N longest waits of the computation")
+    parser.add_argument("--picture", metavar="PNG", help="the streams of the last table's steps; needs matplotlib")
+    parser.add_argument("--trace", metavar="JSON", help="for ui.perfetto.dev: the last step of the last --impl")
+    parser.add_argument("--markdown", metavar="FILE", help="write the tables there as well")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--row-trace", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--row-spans", default="", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    if given.row:
+        result = run_row(Row(**json.loads(given.row)), given.stalls, given.row_trace, given.row_spans)
+        print(json.dumps(vars(result) | {"row": None}), flush=True)
+        os._exit(0)  # threads of autograd may still be there
+    written = []
+    choices = itertools.product(given.machine, given.model, given.strategy, given.sequence)
+    with ThreadPoolExecutor(2) as pool, tempfile.TemporaryDirectory() as folder:
+        for machine, model, strategy, sequence in choices:
+            rows = [
+                Row(name, model, machine, strategy, sequence, given.batch, given.forward_prefetch, given.free_host)
+                for name in (ALONE, *given.impl)
+            ]
+            spans = [f"{folder}/{row.implementation}" if given.picture else None for row in rows]
+            traces = [given.trace if row is rows[-1] else None for row in rows]
+            alone, *results = pool.map(in_a_process, rows, [given.stalls] * len(rows), traces, spans)
+            written.append(table(results, alone))
+            print(written[-1] + "\n", flush=True)
+            for result in results if given.stalls else []:
+                print(stalls_of(result) + "\n", flush=True)
+            if given.picture:
+                draw(
+                    {row.implementation: str(path) for row, path in zip(rows[1:], spans[1:], strict=True)},
+                    given.picture,
+                )
+    if given.markdown:
+        Path(given.markdown).write_text("\n\n".join(written) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,282 @@
+"""The model of time, held to programs whose times are computed by hand.
+
+Each program runs in a process that computes nothing and stands for 8 ranks, with costs of round numbers: the device
+moves 1000 bytes and does 1000 floating-point operations in a us, a gather takes 10 us and one more for 100 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.simulated_gpu import timeline
+from tests.simulated_gpu.timeline import COMPUTE, GATHER, Span, Step
+
+ROOT = Path(__file__).resolve().parents[2]
+PREPARATION = """
+import json, torch, torch.distributed as dist
+from tests.simulated_gpu import timeline
+from tests.simulated_gpu.timeline import step
+
+world_size = 8 if timeline.native().has_only_shapes() else 1
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size)
+timeline.host_is_free()
+timeline.set_costs(memory=1000.0, flops_32=1000.0, least=2.0, pcie=100.0)
+timeline.set_wire(False, [(1.0, 10.01), (1e9, 10.0 + 1e7)])
+timeline.set_wire(True, [(1.0, 1001.0), (1e9, 1000.0 + 1e9)])
+main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+large = torch.empty(25_000, device="cuda")  # 100 us to read, as much to write
+small = torch.empty(8, device="cuda")       # 2 us, the least
+part, whole = torch.empty(1_000, device="cuda"), torch.empty(8_000, device="cuda")
+GATHER = 10 + 32_000 / 100
+times = {}
+"""
+
+
+def run(program: str, settings: dict[str, str] | None = None) -> dict[str, Any]:
+    """What the program leaves in ``times``."""
+    code = (
+        PREPARATION
+        + textwrap.dedent(program)
+        + "\nprint(json.dumps(times))\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
+    )
+    environment = os.environ | timeline.environment() | (settings or {})
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_kernels_take_what_their_bytes_and_their_operations_say() -> None:
+    times = run("""
+        with step() as s: small.mul_(2)
+        times["the least"] = s.time
+        with step() as s: large.mul_(2)
+        times["read and written"] = s.time
+        with step() as s: large.fill_(2)
+        times["written"] = s.time
+        with step() as s: other = large + large
+        times["two read, one written"] = s.time
+        with step() as s: large.view(5, -1).t()
+        times["a view"] = s.time
+        square = torch.empty(100, 100, device="cuda")
+        with step() as s: square @ square
+        times["a product"] = s.time
+        with step() as s: large.to("cpu", non_blocking=True)
+        times["to the host"] = s.time
+    """)
+    assert times == {
+        "the least": 2,
+        "read and written": 200,
+        "written": 100,
+        "two read, one written": 300,
+        "a view": 0,
+        "a product": 2 * 100**3 / 1000,
+        "to the host": 2 + 100_000 / 100,
+    }
+
+
+def test_collectives_take_what_the_wire_says() -> None:
+    times = run("""
+        with step() as s: dist.all_gather_into_tensor(whole, part)
+        times["gather"] = s.time - GATHER
+        with step() as s: dist.reduce_scatter_tensor(part, whole)
+        times["scatter"] = s.time - GATHER
+        with step() as s: dist.all_reduce(whole)
+        times["reduce"] = s.time - 2 * GATHER
+        timeline.set_costs(gpus_per_node=4)
+        with step() as s: dist.all_gather_into_tensor(whole, part)
+        times["two nodes"] = s.time
+        node = dist.new_group([0, 1, 2, 3])
+        with step() as s: dist.all_gather_into_tensor(whole[:4000], part, group=node)
+        times["a node"] = s.time
+        across = dist.new_group([0, 4])
+        with step() as s: dist.all_gather_into_tensor(whole[:2000], part, group=across)
+        times["across"] = s.time
+    """)
+    assert times == pytest.approx(
+        {"gather": 0, "scatter": 0, "reduce": 0, "two nodes": 1000 + 32_000, "a node": 170, "across": 1000 + 8_000},
+        abs=0.02,
+    )
+
+
+OVERLAP = """
+    def program(where):
+        with torch.cuda.stream(where):
+            dist.all_gather_into_tensor(whole, part)
+            gathered = torch.cuda.Event()
+            gathered.record()
+        large.mul_(2)
+        main.wait_event(gathered)
+        large.mul_(2)
+    with step() as s: program({where})
+    times["time"], times["exposed"], times["compute"] = s.time, s.exposed, s.compute
+"""
+
+
+def test_a_gather_beside_a_kernel_takes_the_longer_of_both() -> None:
+    times = run(OVERLAP.replace("{where}", "side"))
+    assert times == pytest.approx({"time": 330 + 200, "exposed": 330 - 200, "compute": 400})
+
+
+def test_a_gather_on_the_stream_of_the_kernels_is_paid_in_full() -> None:
+    times = run(OVERLAP.replace("{where}", "main"))
+    assert times == pytest.approx({"time": 330 + 400, "exposed": 330, "compute": 400})
+
+
+def test_collectives_of_one_group_follow_each_other_and_those_of_two_do_not() -> None:
+    times = run("""
+        def twice(group):
+            dist.all_gather_into_tensor(whole, part)
+            with torch.cuda.stream(side): dist.all_gather_into_tensor(torch.empty_like(whole), part, group=group)
+        with step() as s: twice(None)
+        times["one group"] = s.time
+        other = dist.new_group(list(range(8)))
+        with step() as s: twice(other)
+        times["two groups"] = s.time
+    """)
+    assert times == pytest.approx({"one group": 660, "two groups": 330})
+
+
+def test_an_asynchronous_collective_is_waited_for_where_its_work_is() -> None:
+    times = run("""
+        with step() as s:
+            work = dist.all_gather_into_tensor(whole, part, async_op=True)
+            large.mul_(2)
+            work.wait()
+            large.mul_(2)
+        times["time"] = s.time
+    """)
+    assert times == pytest.approx({"time": 330 + 200})
+
+
+def test_a_slow_host_is_what_short_kernels_wait_for() -> None:
+    times = run("""
+        timeline.set_costs(op=5, event=1)
+        with step() as s:
+            for _ in range(3): small.mul_(2)
+        times["three kernels"], times["late"] = s.time, s.host_bound
+        with step() as s:
+            large.mul_(2)                 # asked at 5, through at 205
+            done = torch.cuda.Event()
+            done.record()
+            done.synchronize()            # the host is at 205
+            small.mul_(2)                 # asked at 210
+        times["the host waits"], times["late without the wait"] = s.time, s.host_bound
+    """)
+    assert times == pytest.approx(
+        {"three kernels": 3 * 5 + 2, "late": 5 + 3 + 3, "the host waits": 5 + 200 + 5 + 2, "late without the wait": 10}
+    )
+
+
+def test_an_fsdps_own_work_is_paid_at_its_collectives_and_not_by_operator() -> None:
+    times = run("""
+        timeline.set_costs(op=5, launch=1, collective=7, unit=300)
+        before = timeline.native().host_time()
+        with torch.profiler.record_function("FSDP::all_gather"):
+            small.mul_(2)
+            dist.all_gather_into_tensor(whole, part)
+        times["its own"] = timeline.native().host_time() - before
+        before = timeline.native().host_time()
+        with torch.profiler.record_function("a model's"):
+            small.mul_(2)
+        times["a model's"] = timeline.native().host_time() - before
+    """)
+    assert times == pytest.approx({"its own": 1 + 1 + 100, "a model's": 5})
+
+
+def test_a_recorded_block_comes_back_when_its_user_is_through_in_time() -> None:
+    times = run("""
+        def free_and_take(wait):
+            block = torch.empty(25_000, device="cuda")
+            at = block.data_ptr()
+            with torch.cuda.stream(side):
+                block.mul_(2)                # 200 us
+                block.record_stream(side)
+            del block
+            if wait: side.synchronize()
+            return float(torch.empty(25_000, device="cuda").data_ptr() == at)
+        times["at once"] = free_and_take(False)
+        torch.cuda.synchronize()
+        times["later"] = free_and_take(True)
+    """)
+    assert times == {"at once": 0, "later": 1}
+
+
+def test_memory_of_real_shapes_takes_no_bytes() -> None:
+    times = run("""
+        import resource
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        block = torch.zeros(2**27, device="cuda")
+        model = torch.nn.Linear(8192, 8192, device="cuda")
+        model(torch.ones(4096, 8192, device="cuda")).sum().backward()
+        times["MiB"] = torch.cuda.max_memory_allocated() / 2**20
+        times["of the process"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10
+    """)
+    # The block, the weight, the input, and the weight's gradient once the output is gone; biases are below one.
+    assert 512 + 256 + 128 + 256 <= times["MiB"] < 512 + 256 + 128 + 256 + 1
+    assert times["of the process"] < 256
+
+
+TRAINED = """
+    import fsdp_c
+    torch.manual_seed(0)
+    group = dist.new_group([0])
+    net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10)).cuda()
+    model = fsdp_c.FullyShardedDataParallel(net, process_group=group, device_id=0, use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    batch = torch.ones(32, 64, device="cuda")
+    for _ in range(3):
+        with step() as s:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    times = {f"{i}: {span.name}": [span.begin - s.begin, span.end - s.begin] for i, span in enumerate(s.spans)}
+"""
+
+
+def test_a_run_of_shapes_alone_takes_the_time_of_one_that_computes() -> None:
+    shapes, computed = run(TRAINED), run(TRAINED, {"SIMULATED_GPU_SHAPES": "0", "SIMULATED_GPU_TIMELINE": "1"})
+    assert len(shapes) > 20
+    assert list(shapes) == list(computed)
+    assert all(computed[name] == pytest.approx(shapes[name]) for name in shapes)
+
+
+# ---- what is made of spans
+
+
+def span(begin: float, end: float, stream: int = 0, kind: int = COMPUTE, **others: float) -> Span:
+    fields = {"asked": 0.0, "ready": begin, "before": begin, "serial": 0, "cause": -1, "name": "mul"} | others
+    return Span(begin=begin, end=end, stream=stream, kind=kind, **fields)  # type: ignore[arg-type]
+
+
+def test_a_stall_names_what_was_waited_for() -> None:
+    gather = span(0, 50, stream=3, kind=GATHER, serial=7, name="gather")  # type: ignore[arg-type]
+    late = span(50, 60, ready=50, before=20, cause=7)
+    assert Step(0, 60, [span(0, 20), gather, late]).stalls() == [(30, "mul", "gather on stream 3")]
+
+
+def test_times_of_a_step_count_overlaps_once() -> None:
+    spans = [span(0, 20), span(10, 40, 3, GATHER), span(30, 60, 4, GATHER), span(50, 70)]
+    taken = Step(0, 80, spans)
+    assert (taken.compute, taken.communication) == (40, 50)
+    assert taken.idle == [(20, 50), (70, 80)]
+    assert taken.exposed == 30
+
+
+def test_a_trace_has_every_span_with_its_row(tmp_path: Path) -> None:
+    Step(100, 180, [span(100, 120), span(110, 140, 3, GATHER)]).trace(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [(e["name"], e["tid"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        ("mul", 0, 0, 20),
+        ("mul", 3, 10, 30),
+    ]
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"compute", "stream 3"}

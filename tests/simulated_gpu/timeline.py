@@ -1,0 +1,255 @@
+"""What a step took on the simulated GPU, by the model of time in device/timeline.h, and where the time went.
+
+``with step() as taken:`` measures from the host's time at the begin to when all streams are through. It takes a process
+with SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1: ``environment()``. All times are in microseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests import simulated_gpu
+
+COMPUTE, COPY, GATHER, SCATTER, OTHER_COLLECTIVE, HOST_WAITS = range(6)
+COMMUNICATION = (GATHER, SCATTER, OTHER_COLLECTIVE)
+HOST_COSTS = ("op", "view", "launch", "collective", "event", "segment", "unit")
+HOST = -1  # in the place of a stream
+Interval = tuple[float, float]
+
+
+def environment(memory_gib: float = 80) -> dict[str, str]:
+    """What to add to the environment of a process that computes nothing and stands for all ranks on one device."""
+    return simulated_gpu.environment(1) | {
+        "SIMULATED_GPU_SHAPES": "1",
+        "SIMULATED_GPU_RACES": "0",
+        "SIMULATED_GPU_FREES": "0",
+        "SIMULATED_GPU_MEMORY": str(int(memory_gib * 2**30)),
+    }
+
+
+def native() -> Any:
+    """The device's library, as a module of Python."""
+    import simulated_gpu as of_process
+
+    return of_process.library()
+
+
+def set_costs(**costs: float) -> None:
+    """What device/timeline.h has in ``machine_costs``, by name."""
+    for name, value in costs.items():
+        native().set_cost(name, value)
+
+
+def host_is_free() -> None:
+    """The host costs nothing: what is left is the schedule's own."""
+    set_costs(**dict.fromkeys(HOST_COSTS, 0.0))
+
+
+def set_wire(between_nodes: bool, us_by_nbytes: Sequence[tuple[float, float]]) -> None:
+    """How long an all-gather takes by the bytes that each rank has in the end; straight between the given sizes."""
+    native().set_wire(between_nodes, us_by_nbytes)
+
+
+@dataclass
+class Span:
+    """A kernel, a copy, a collective, or a wait of the host."""
+
+    begin: float
+    end: float
+    asked: float  # the host's time at the launch
+    ready: float  # the stream's, with what it waited for
+    before: float  # the end of what the stream did before
+    serial: int
+    cause: int  # the span for which the stream waited, where that was later than its own work; -1
+    stream: int  # 0: the default stream
+    kind: int
+    name: str
+
+
+# ---- intervals
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """The same time, as intervals that do not touch."""
+    joined: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        elif end > begin:
+            joined.append((begin, end))
+    return joined
+
+
+def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
+    """What is in both, each of which is a union."""
+    found, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        if begin < end:
+            found.append((begin, end))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def total(intervals: Sequence[Interval]) -> float:
+    return sum(end - begin for begin, end in intervals)
+
+
+def busy(spans: Sequence[Span]) -> list[Interval]:
+    return union([(span.begin, span.end) for span in spans])
+
+
+# ---- a step
+
+
+@dataclass
+class Step:
+    """What ran between two times at which the device was through with everything."""
+
+    begin: float = 0.0
+    end: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+
+    def of(self, *kinds: int) -> list[Span]:
+        return [span for span in self.spans if span.kind in kinds]
+
+    @property
+    def main(self) -> list[Span]:
+        """What ran on the default stream, collectives on it included."""
+        return [span for span in self.spans if span.stream == 0]
+
+    @property
+    def time(self) -> float:
+        return self.end - self.begin
+
+    @property
+    def compute(self) -> float:
+        """The default stream computes."""
+        return total(busy([span for span in self.main if span.kind == COMPUTE]))
+
+    @property
+    def communication(self) -> float:
+        return total(busy(self.of(*COMMUNICATION)))
+
+    @property
+    def idle(self) -> list[Interval]:
+        """The default stream neither computes nor copies."""
+        gaps, at = [], self.begin
+        for begin, end in busy([span for span in self.main if span.kind not in COMMUNICATION]):
+            gaps.append((at, begin))
+            at = end
+        return [gap for gap in [*gaps, (at, self.end)] if gap[1] - gap[0] > 1e-6]
+
+    @property
+    def exposed(self) -> float:
+        """The default stream is idle while a collective runs."""
+        return total(common(self.idle, busy(self.of(*COMMUNICATION))))
+
+    @property
+    def host_bound(self) -> float:
+        """All that the default stream waited for is over, but the host, which waits for nothing, launches late."""
+        late = union([(max(s.ready, s.before, self.begin), s.begin) for s in self.main])
+        return total(late) - total(common(late, busy(self.of(HOST_WAITS))))
+
+    @property
+    def contended(self) -> float:
+        """Side streams use the memory while the default stream does what is bound by it: they do not slow down here."""
+        products = ("mm", "attention")
+        by_memory = [s for s in self.main if s.kind == COMPUTE and not any(name in s.name for name in products)]
+        beside = [s for s in self.spans if s.stream > 0 and s.kind == COMPUTE]
+        return total(common(busy(by_memory), busy(beside)))
+
+    def stalls(self, least: float = 1.0) -> list[tuple[float, str, str]]:
+        """How long the default stream was held up, what it could not begin, and what that waited for: longest first."""
+        by_serial = {span.serial: span for span in self.spans}
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        host_waits = busy(self.of(HOST_WAITS))
+        for span in self.main:
+            free_from = max(span.before, self.begin)
+            if span.ready > free_from:
+                cause = by_serial.get(span.cause)
+                awaited = f"{cause.name} on stream {cause.stream}" if cause else "an earlier step"
+                sums[span.name, awaited] += span.ready - free_from
+            late = [(max(span.ready, free_from), span.begin)] if span.begin > max(span.ready, free_from) else []
+            waiting = total(common(late, host_waits))
+            sums[span.name, "the host, which waits for the device"] += waiting
+            sums[span.name, "the host"] += total(late) - waiting
+        sums["the end", "side streams"] = self.end - max((span.end for span in self.main), default=self.begin)
+        return sorted(((us, *names) for names, us in sums.items() if us >= least), reverse=True)
+
+    # ---- to look at
+
+    def trace(self, path: str | Path) -> None:
+        """For https://ui.perfetto.dev, or chrome://tracing."""
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name_of_row(row)}}
+            for row in sorted({span.stream for span in self.spans})
+        ]
+        for span in self.spans:
+            arguments = {"asked": span.asked - self.begin, "ready": span.ready - self.begin, "waited for": span.cause}
+            place = {"pid": 0, "tid": span.stream, "ts": span.begin - self.begin, "dur": span.end - span.begin}
+            events.append({"ph": "X", "name": span.name, **place, "args": {"serial": span.serial, **arguments}})
+        Path(path).write_text(json.dumps({"traceEvents": events}))
+
+
+def name_of_row(row: int) -> str:
+    return "host waits" if row == HOST else "compute" if row == 0 else f"stream {row}"
+
+
+def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until: float | None = None) -> None:
+    """The streams of each step, one step above the other, by the same time from its begin; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {COMPUTE: "#4c72b0", COPY: "#8c8c8c", GATHER: "#55a868", SCATTER: "#c44e52", OTHER_COLLECTIVE: "#8172b2"}
+    names = {COMPUTE: "kernel", GATHER: "all-gather", SCATTER: "reduce-scatter", HOST_WAITS: "the host waits"}
+    all_rows = {name: sorted({span.stream for span in one.spans}, reverse=True) for name, one in steps.items()}
+    heights = [len(rows) + 1 for rows in all_rows.values()]
+    figure, axes = pyplot.subplots(
+        len(steps), squeeze=False, figsize=(14, 0.32 * sum(heights) + 0.8), height_ratios=heights, sharex=True
+    )
+    for (name, one), axis in zip(steps.items(), axes[:, 0], strict=True):
+        rows = all_rows[name]
+        for kind in sorted({span.kind for span in one.spans}):
+            for row in rows:
+                bars = [(s.begin - one.begin, s.end - s.begin) for s in one.of(kind) if s.stream == row]
+                bars = [(begin / 1e3, length / 1e3) for begin, length in bars]
+                axis.broken_barh(bars, (rows.index(row) - 0.4, 0.8), facecolors=colours.get(kind, "#dddd55"), lw=0)
+        axis.set_yticks(range(len(rows)), [name_of_row(row) for row in rows], fontsize=7)
+        axis.set_title(f"{name}: {one.time / 1e3:.1f} ms", fontsize=9, loc="left")
+        axis.axvline(one.time / 1e3, color="black", lw=0.8)
+    axes[0, 0].legend(
+        handles=[pyplot.Rectangle((0, 0), 1, 1, color=colours.get(kind, "#dddd55")) for kind in names],
+        labels=list(names.values()), loc="upper right", fontsize=7, ncols=4,
+    )  # fmt: skip
+    last = max(one.time for one in steps.values()) if until is None else until
+    axes[-1, 0].set_xlim(since / 1e3, last / 1e3)
+    axes[-1, 0].set_xlabel("ms")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    pyplot.close(figure)
+
+
+@contextmanager
+def step() -> Iterator[Step]:
+    """Yields a Step, which is filled at the end."""
+    import torch
+
+    torch.cuda.synchronize()
+    native().take_spans()
+    taken = Step(native().host_time())
+    yield taken
+    torch.cuda.synchronize()
+    taken.end = native().host_time()
+    taken.spans = [Span(*each) for each in native().take_spans()]
