@@ -20,7 +20,15 @@ ROOT = HERE.parents[1]
 DEVICE = HERE / "device"
 FOLDER = ROOT / "build" / "simulated_gpu"
 DEVICE_SOURCES = ("streams", "accesses", "memory", "driver", "later", "graph", "timeline")
-TORCH_SOURCES = ("operators", "nccl", "torch_device", "python", "held_operator", "tensors")  # the longest first
+TORCH_SOURCES = (
+    "operators",
+    "nccl",
+    "torch_device",
+    "python",
+    "held_operator",
+    "recurrent",
+    "tensors",
+)  # the longest first
 
 FLAGS = ["-fPIC", "-fvisibility=hidden", "-g1"]
 STRICT = ["-Wall", "-Wextra", "-Werror"]

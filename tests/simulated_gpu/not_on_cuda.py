@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 OTHER_ROUNDING = "offloaded optimizers step on the CPU, which divides by numbers otherwise than a GPU does"
-NO_LSTM = "the simulated GPU has no fused LSTM"
 NO_SPARSE = "the simulated GPU has no sparse tensors"
 FORKED = "a forked process has no GPU"
 NO_PHILOX = "a generator of the simulated GPU has the CPU's state, in which DTensor finds no offset"
@@ -17,7 +16,6 @@ CPU_BACKEND = "its process group is of the CPU alone"
 
 REASONS: dict[str, dict[str, str]] = {
     "tests/distributed/test_autograd_corners.py": {
-        "test_recurrent_modules_train_like_the_plain_model": NO_LSTM,
         "test_packed_sequences_pass_in_and_out": "lengths of packed sequences are on the CPU, always",
     },
     "tests/distributed/test_checkpoint_kills.py": {

@@ -91,6 +91,24 @@ def test_batched_matrices_multiply_with_their_gradients() -> None:
     assert torch.equal(one.grad.cpu(), copy.grad)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_modules_compute_as_on_the_cpu(kind: type[nn.RNNBase], bias: bool) -> None:
+    """They take a kernel of their own on a GPU."""
+    torch.manual_seed(0)
+    module, x = kind(5, 4, num_layers=2, bias=bias), torch.randn(3, 2, 5)
+    results = []
+    for device in ("cpu", "cuda"):
+        given = x.detach().to(device).requires_grad_()
+        module = module.to(device)
+        module.zero_grad()
+        output, state = module(given)
+        (output.square().sum() + sum(each.sum() for each in state)).backward()
+        results.append([each.detach().cpu() for each in (output, given.grad, *(p.grad for p in module.parameters()))])
+    for of_cpu, of_gpu in zip(*results, strict=True):
+        torch.testing.assert_close(of_cpu, of_gpu)
+
+
 def test_events_know_the_hosts_time_between_them() -> None:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
