@@ -192,6 +192,21 @@ IN_PART = {"hybrid in part": (accumulate, {})}  # the reductions of its other un
 PROGRAMS: dict[str, tuple[Body, dict[str, Any]]] = SCENARIOS | OWN | HYBRID | IN_PART
 
 
+@contextmanager
+def set_up(name: str) -> Iterator[tuple[Body, dict[str, Any]]]:
+    """What a program does, and with which model; on all of its ranks."""
+    body, arguments = PROGRAMS[name]
+    more: dict[str, Any] = {}
+    if name in HYBRID:
+        more = {"device_mesh": _mesh()}
+    if name in IN_PART:
+        more = {"hybrid_blocks": (_mesh(), [0, 2])}
+    with pytest.MonkeyPatch.context() as patched:
+        if "full precision" in name:
+            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+        yield body, arguments | more
+
+
 class Wait(NamedTuple):
     """One wait of a stream, or of the host, for an event."""
 
@@ -224,19 +239,11 @@ def run(name: str, drop: int | None = None) -> Run:
     """Within ``one_of_four``; with ``drop``, that wait of the program's is left out, counted from 0."""
     import simulated_gpu
 
-    body, arguments = PROGRAMS[name]
-    more = {}
-    if name in HYBRID:
-        more = {"device_mesh": _mesh()}
-    if name in IN_PART:
-        more = {"hybrid_blocks": (_mesh(), [0, 2])}
-    with _begun(), _named_streams() as names, pytest.MonkeyPatch.context() as patched:
-        if "full precision" in name:
-            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
+    with _begun(), _named_streams() as names, set_up(name) as (body, arguments):
         first = simulated_gpu.waits()
         simulated_gpu.drop_wait(-1 if drop is None else drop)
         try:
-            body(Trainer(0, **(arguments | more)))
+            body(Trainer(0, **arguments))
         finally:
             simulated_gpu.drop_wait(-1)
         last, order = simulated_gpu.waits(), simulated_gpu.ordered()

@@ -12,11 +12,13 @@ from tests import ranks, simulated_gpu
 from tests.cuda.nccl_on_one_gpu import nccl_group
 from tests.ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(
-    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
-)
+if not simulated_gpu.is_on():
+    pytest.skip("needs the simulated GPU: python -m tests.simulated_gpu", allow_module_level=True)
 
-PROGRAMS = ["refuse collectives", "refuse collectives, bf16", "raise in forward", "raise in backward"]
+from tests.races.programs import HYBRID, IN_PART, PROGRAMS, set_up  # noqa: E402
+
+OF_FOUR = [*HYBRID, *IN_PART]  # replicas of shards
+OF_TWO = [program for program in PROGRAMS if program not in OF_FOUR]
 
 
 @contextmanager
@@ -33,14 +35,24 @@ def on_gpu() -> Iterator[Any]:
             torch.set_default_device(None)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@on_ranks(2, label="races")
-def test_steps_that_end_early_leave_the_next_in_order(rank: int, world_size: int, program: str) -> None:
-    from tests.races.scenarios import SCENARIOS, Trainer
+def run(program: str, rank: int) -> None:
+    from tests.races.scenarios import Trainer
 
-    body, arguments = SCENARIOS[program]
-    with on_gpu() as group:
-        body(Trainer(rank, process_group=group, **arguments))
+    with on_gpu() as group, set_up(program) as (body, arguments):
+        groups = {} if program in OF_FOUR else {"process_group": group}
+        body(Trainer(rank, **(groups | arguments)))
+
+
+@pytest.mark.parametrize("program", OF_TWO)
+@on_ranks(2, label="races")
+def test_programs_are_in_order(rank: int, world_size: int, program: str) -> None:
+    run(program, rank)
+
+
+@pytest.mark.parametrize("program", OF_FOUR)
+@on_ranks(4, label="races")
+def test_hybrid_programs_are_in_order(rank: int, world_size: int, program: str) -> None:
+    run(program, rank)
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
