@@ -277,8 +277,8 @@ class _Reader:
             what = f"the place of {index.fqn}"
             _require(_kind(info) == "_StorageInfo", f"{what} is {_kind(info)}")
             _require(not info.transform_descriptors, f"{index.fqn} is compressed or encrypted")
-            offset = None if index.offset is None else _ints(index.offset, what)
-            start, length = _ints((info.offset, info.length), what)
+            offset = None if index.offset is None else ints(index.offset, what)
+            start, length = ints((info.offset, info.length), what)
             size = self._size(info.relative_path)
             if start + length > size:
                 raise CheckpointError(
@@ -305,7 +305,7 @@ class _Reader:
 
     def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
         _require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
-        offsets, sizes = _ints(chunk.offsets, key), _shape(chunk.sizes, key)
+        offsets, sizes = ints(chunk.offsets, key), _shape(chunk.sizes, key)
         fits = len(offsets) == len(sizes) == len(shape)
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
         _require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
@@ -330,14 +330,15 @@ def _require(condition: object, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _ints(values: object, what: str) -> tuple[int, ...]:
+def ints(values: object, what: str) -> tuple[int, ...]:
+    """``values`` as sizes or offsets. ValueError, which begins with ``what``, for what cannot be any."""
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
         raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
     return tuple(values)
 
 
 def _shape(values: object, what: str) -> tuple[int, ...]:
-    sizes = _ints(values, what)
+    sizes = ints(values, what)
     if len(sizes) > _MAX_DIMS or math.prod(sizes) >= 2**62:
         raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
     return sizes
@@ -348,9 +349,9 @@ def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
         return None
     _require(isinstance(piece, tuple) and len(piece) == 4, f"{what} is damaged")
     offset, nbytes, crc32, strides = piece
-    _ints((offset, nbytes, crc32), what)
+    ints((offset, nbytes, crc32), what)
     _require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
-    return Place(offset, nbytes, crc32, None if strides is None else _ints(strides, what))
+    return Place(offset, nbytes, crc32, None if strides is None else ints(strides, what))
 
 
 def strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
@@ -423,7 +424,7 @@ def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
         for name, info in files.items():
             kind = "crc32" if name == METADATA else "framing_crc32"
             _require(set(info) == {"size", kind}, f"what it says of {name}")
-            _ints(tuple(info.values()), name)
+            ints(tuple(info.values()), name)
         own = files[METADATA]
     except OSError:
         raise
