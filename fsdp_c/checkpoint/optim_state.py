@@ -22,7 +22,7 @@ from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.optim_saving import holds_elements
-from fsdp_c.state.sharded_values import param_forms
+from fsdp_c.state.sharded_values import param_layouts
 from fsdp_c.state.state_dict_saving import split_shard
 
 
@@ -88,12 +88,12 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             f"whose shard has {tuple(param.shape)}: only state of the parameter's own shape can be saved"
         )
     elif known.owner._use_orig_params:
-        form = param_forms(known.owner)[known.indices[0]]
+        layout = param_layouts(known.owner)[known.indices[0]]
         if holds_elements(known):
-            yield known.fqns[0], part_value(known.owner, form, value)
+            yield known.fqns[0], part_value(known.owner, layout, value)
     else:
-        for fqn, (form, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
-            yield fqn, part_value(known.owner, form, part)
+        for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
+            yield fqn, part_value(known.owner, layout, part)
 
 
 # ----------------------------------------------------------------- loading
@@ -185,30 +185,30 @@ class OptimTarget:
             return self._scalar_targets(keys, entry)
         elif known.owner._use_orig_params:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            form = param_forms(known.owner)[known.indices[0]]
-            self._expect_shape(keys[0], form.full_shape)
-            self.tensors[keys[0]] = part_value(known.owner, form, value)
+            layout = param_layouts(known.owner)[known.indices[0]]
+            self._expect_shape(keys[0], layout.full_shape)
+            self.tensors[keys[0]] = part_value(known.owner, layout, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            for key, (form, part) in zip(keys, split_shard(known.owner, value), strict=True):
-                self._expect_shape(key, form.full_shape)
-                self.tensors[key] = part_value(known.owner, form, part)
+            for key, (layout, part) in zip(keys, split_shard(known.owner, value), strict=True):
+                self._expect_shape(key, layout.full_shape)
+                self.tensors[key] = part_value(known.owner, layout, part)
         return value
 
     def _names_of_scalars(self) -> set[str]:
         """The names of state that is one number for a parameter, whatever shape that has."""
-        forms = {
-            fqn: form.shape
+        layouts = {
+            fqn: layout.shape
             for group in self.groups
             for _, known in group
             if known.module is not None
-            for fqn, form in zip(known.fqns, (param_forms(known.owner)[i] for i in known.indices), strict=True)
+            for fqn, layout in zip(known.fqns, (param_layouts(known.owner)[i] for i in known.indices), strict=True)
         }
         names = {"step"}
         for fqn, states in self.found.items():
             for name, state in states.items():
                 entry = self.checkpoint.entries[state.key]
-                if isinstance(entry, TensorEntry) and not entry.shape and forms.get(fqn):
+                if isinstance(entry, TensorEntry) and not entry.shape and layouts.get(fqn):
                     names.add(name)
         return names
 
