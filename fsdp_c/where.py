@@ -1,4 +1,4 @@
-"""python -m fsdp_c.where FOLDER: where each rank is, read from the ledgers that FSDP_C_LEDGER=FOLDER made them keep."""
+"""python -m fsdp_c.where FOLDER: where each rank is, by the flight recorder that FSDP_C_LEDGER=FOLDER started."""
 
 from __future__ import annotations
 
