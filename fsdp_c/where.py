@@ -10,7 +10,7 @@ from fsdp_c.tools import flight_recorder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one line; 0, or 1 where there is nothing to read."""
+    """Print one line. Returns 0, or 1 where there is nothing to read."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_c.where", description="Where each rank is.")
     parser.add_argument("folder", help="what FSDP_C_LEDGER was set to")
     try:

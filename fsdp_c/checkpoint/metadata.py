@@ -55,7 +55,7 @@ _MODULES = {
 
 
 class Value:
-    """What is found in place of the objects that were pickled."""
+    """Stands in for the objects that were pickled."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -69,7 +69,7 @@ class Value:
             self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        return None  # nothing has to be there: what is needed is checked
+        return None  # every attribute is optional here: what is needed is checked later
 
 
 _SIZED = ("PUT", "LONG_BINPUT")  # of the memo, which is made as long as they say
@@ -138,7 +138,7 @@ def _kind(value: object) -> str:
 
 
 class Chunk(NamedTuple):
-    """Part of a tensor, and where it is."""
+    """A part of a tensor, and where it is stored."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -179,7 +179,7 @@ PathInDict = tuple[str | int, ...]
 
 @dataclass
 class Checkpoint:
-    """What is in a folder."""
+    """What a checkpoint folder contains."""
 
     folder: Path
     entries: dict[str, Entry]
@@ -193,7 +193,7 @@ class Checkpoint:
 
     @staticmethod
     def raw_entry(entry: TensorEntry) -> dcp.TensorStorageMetadata:
-        """For DCP's planning."""
+        """In the form that DCP plans with."""
         chunks = [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
         return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 
@@ -355,7 +355,7 @@ def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
 
 
 def strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether they are those of a dense tensor."""
+    """Whether these are the strides of a dense tensor."""
     if len(sizes) != len(strides):
         return False
     expected = 1
@@ -436,7 +436,7 @@ def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
 
 
 def framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """By file, the ranges of bytes that are the data of no piece."""
+    """For each file, the ranges of bytes that hold no piece's data."""
     data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
     for entry in checkpoint.entries.values():
         for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:

@@ -55,7 +55,7 @@ def _model_state(model: nn.Module, as_saved: bool) -> StateDict:
 
 
 def _settle(module: ShardedModule) -> None:
-    """Let the shard have what the user sees."""
+    """Bring the shard up to date with the parameters that the user sees."""
     handle = module._handle
     if handle is None:
         return
@@ -119,7 +119,7 @@ def _refuse_parts(path: str, module: ShardedModule) -> None:
 
 
 def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
-    """Of the buffers that the unit's mixed precision casts."""
+    """The original dtypes of the buffers that the unit's mixed precision casts."""
     if fsdp_module.mixed_precision.buffer_dtype is None:
         return
     for path, module in fsdp_module._fsdp_wrapped_module.named_modules():
@@ -172,7 +172,7 @@ def show_loaded(model: nn.Module) -> None:
 
 
 def set_extra_state(model: nn.Module, values: StateDict) -> None:
-    """Hand modules' own state, by name, to the modules."""
+    """Hand extra state to the modules that it belongs to, by name."""
     for path, module in model.named_modules(remove_duplicate=False):
         name = (clean_name(f"{path}.") if path else "") + EXTRA_STATE
         if name in values and type(module).set_extra_state is not nn.Module.set_extra_state:

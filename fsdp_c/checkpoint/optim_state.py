@@ -37,7 +37,7 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
 
 
 def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[nn.Parameter, OptimParam]]]:
-    """By group. Raises ValueError for a parameter that is not the model's."""
+    """The parameters of each group. Raises ValueError for a parameter that is not the model's."""
     known = known_params(model)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -127,7 +127,7 @@ class OptimTarget:
             self._check_strangers()
 
     def _states(self) -> dict[str, dict[str, StateKey]]:
-        """By FQN and name."""
+        """The keys of the saved states, by FQN and name of the state."""
         prefix = f"{self.prefix}state."
         found: dict[str, dict[str, StateKey]] = {}
         for key, path in self.checkpoint.paths.items():
@@ -196,7 +196,7 @@ class OptimTarget:
         return value
 
     def _names_of_scalars(self) -> set[str]:
-        """The names of state that is one number for a parameter, whatever shape that has."""
+        """The names of state that is a single number for each parameter."""
         layouts = {
             fqn: layout.shape
             for group in self.groups
@@ -244,7 +244,7 @@ class OptimTarget:
     # ------------------------------------------------------------- groups
 
     def _keys_of_groups(self) -> dict[str, tuple[str | int, ...]]:
-        """By key, the path below "param_groups"."""
+        """The path below "param_groups" of each key."""
         prefix, found = f"{self.prefix}param_groups.", {}
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):

@@ -34,14 +34,14 @@ _INERT = {
 
 
 class Part(NamedTuple):
-    """What one file has of a tensor."""
+    """The part of a tensor that one file holds."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
 
 
 class Parted(NamedTuple):
-    """A tensor whose parts are in several files."""
+    """A tensor whose parts are spread over several files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -196,7 +196,7 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
 
 
 def _replica(rank: int, axes: Sequence[int], kinds: Sequence[str]) -> int:
-    """Which replica a rank is of."""
+    """The index of the replica that a rank belongs to."""
     replica = 0
     coordinates = []
     for size in reversed(axes):
@@ -219,7 +219,7 @@ class Shape(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Where a parameter is in a flat one."""
+    """Where a parameter lies in a flat parameter."""
 
     key: str
     start: int

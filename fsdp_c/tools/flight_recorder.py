@@ -83,7 +83,7 @@ def _open_if_wanted() -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         _C.open_ledger(str(Path(folder) / f"rank{dist.get_rank():05d}.ledger"), dist.get_rank(), dist.get_world_size())
         _open_folder = folder
-    except OSError as error:  # one rank alone must not leave the others in a collective
+    except OSError as error:  # an exception here would leave the other ranks waiting in a collective
         warnings.warn(f"rank {dist.get_rank()}: no ledger in {folder}: {error}", stacklevel=3)
 
 
@@ -117,7 +117,7 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    with path.open("rb") as file:  # of a file of many names, in a folder of many ranks, no more than is said
+    with path.open("rb") as file:  # reads no more than it reports: there may be many units and many ranks
         header = file.read(_HEADER_NBYTES)
         if len(header) < _HEADER_NBYTES or not header.startswith(_MAGIC):
             raise ValueError(f"{path} is no ledger")
@@ -188,7 +188,7 @@ def explain(error: BaseException, number: int, step: int, handle: FlatParamHandl
 
 
 def _read_settled(folder: str) -> list[Entry]:
-    """Connections close a moment before the process that had them counts as ended."""
+    """Wait briefly: a connection closes a moment before the process that had it counts as ended."""
     deadline = time.monotonic() + _SETTLING_S
     while True:
         entries = read(folder)
@@ -199,7 +199,7 @@ def _read_settled(folder: str) -> list[Entry]:
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """The body is collectives alone, outside of any unit: a RuntimeError of theirs says what they were for."""
+    """For a body that only calls collectives, outside of any unit: adds to their RuntimeError what they were for."""
     try:
         yield
     except RuntimeError as error:
