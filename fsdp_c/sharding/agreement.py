@@ -103,7 +103,7 @@ def _unit_plan(path: str, module: ShardedModule) -> UnitPlan:
 
 
 def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
-    """Whether the unit has the root's groups. Where it spans part of the ranks, as experts do, others have other units."""
+    """Whether the unit has the root's groups. One over part of the ranks, as of experts, is another unit elsewhere."""
     same = module.process_group is root.process_group and module._replicate_group is root._replicate_group
     return same and module._handle is not None
 
