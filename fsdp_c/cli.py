@@ -64,7 +64,7 @@ def _parser(
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run a script or a module; what it raises is raised."""
+    """Run a script or a module. Its exceptions propagate."""
     parser = _parser("run", description="Run a script unmodified, with fsdp_c in the place of torch's FSDP1.")
     parser.usage = "%(prog)s SCRIPT [ARGUMENT ...] | -m MODULE [ARGUMENT ...]"
     parser.add_argument("script", metavar="SCRIPT", nargs="?", help="a file")
@@ -77,7 +77,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         start(name, list(argv[own:]))
     except (FileNotFoundError, ModuleNotFoundError) as error:
-        if interop.is_installed():  # the script runs: the error is its own
+        if interop.is_installed():  # the script has started: the error is its own
             raise
         parser.error(str(error))
     return 0
@@ -91,7 +91,7 @@ PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BAC
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Print what wrapping would make of a model; what building it raises is raised."""
+    """Print what wrapping would make of a model. Exceptions from building the model propagate."""
     parser = _plan_parser()
     args = parser.parse_args(argv)
     build = _callable(args.model, parser)
@@ -172,7 +172,7 @@ def _policy(module: nn.Module, names: Sequence[str] | None, min_numel: int | Non
 
 
 def env(argv: Sequence[str]) -> int:
-    """Print what fsdp_c runs on."""
+    """Print the versions and devices that fsdp_c finds."""
     _parser("env", description="Show versions, what was found, and which kernels are used: for reports.").parse_args(
         argv
     )

@@ -155,7 +155,7 @@ class FullyShardedDataParallel(ShardedModule):
     more than one device. A unit cannot be copied or pickled.
     """
 
-    _exec_order_data: ExecutionOrder  # from lazy initialisation on that of the root
+    _exec_order_data: ExecutionOrder  # from lazy initialisation on, it is the root's
     _names_from_root: list[str]  # of the parameters, for the log under TORCH_DISTRIBUTED_DEBUG=INFO
     _debug_level: dist.DebugLevel
     _device_handle: types.ModuleType
@@ -272,7 +272,7 @@ class FullyShardedDataParallel(ShardedModule):
             self._inter_node_state = DefaultState(groups.replicate)
 
     def _init_state(self, tree: Subtree) -> None:
-        """What clients read, as it is before the first step."""
+        """Set the attributes that other libraries read, to their values before the first step."""
         buffer_dtypes = buffers.original_dtypes(tree)
         self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL", "") == "1"
         self._debug_level = dist.get_debug_level()
@@ -371,7 +371,7 @@ class FullyShardedDataParallel(ShardedModule):
             raise error
         members = [module for _, module in modules]
         buffers.cast_for_computation(members, self.compute_device)
-        for path, module in modules:  # the inner ones may be of a tree that this is wrapped around, or was taken out of
+        for path, module in modules:  # inner units may be bound to another tree
             module._reset_lazy_init()
             if module._handle is not None:
                 module._handle.name = unit_name(module._fsdp_wrapped_module, clean_path(path))

@@ -133,7 +133,7 @@ class FlatAdamW(torch.optim.Optimizer):
         state: dict[str, Tensor] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=param.device)
-        if state["step"].device != param.device:  # the module was moved, or the state was put there by hand
+        if state["step"].device != param.device:  # the module was moved, or the user set the state
             state["step"] = state["step"].to(param.device)
         for name in _averages(group["amsgrad"]):
             if name not in state:
@@ -148,7 +148,7 @@ class FlatAdamW(torch.optim.Optimizer):
         Raises ValueError where the groups do not fit.
         """
         dtypes = [group["state_dtype"] for group in self.param_groups]
-        loaded: list[dict[str, Any]] = []  # what other hooks have made of state_dict
+        loaded: list[dict[str, Any]] = []  # state_dict as other hooks have left it
         hooks = (
             self.register_load_state_dict_pre_hook(lambda _, found: loaded.append(found)),
             self.register_load_state_dict_post_hook(lambda _: self._restore(dtypes, loaded[0]), prepend=True),
@@ -199,7 +199,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The parameters that have a gradient, and it; raises for one that cannot be stepped over."""
+    """The parameters with gradients, and the gradients. Raises for a parameter that cannot be updated."""
     found = [(param, grad) for param in params if (grad := param.grad) is not None]
     for index, (param, grad) in enumerate(found):
         if grad.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""python -m fsdp_c.where FOLDER: where each rank is, read from the ledgers that FSDP_C_LEDGER=FOLDER made them keep."""
+"""python -m fsdp_c.where FOLDER: where each rank is, by the flight recorder that FSDP_C_LEDGER=FOLDER started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fsdp_c.tools import flight_recorder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one line; 0, or 1 where there is nothing to read."""
+    """Print one line. Returns 0, or 1 where there is nothing to read."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_c.where", description="Where each rank is.")
     parser.add_argument("folder", help="what FSDP_C_LEDGER was set to")
     try:

@@ -109,7 +109,7 @@ def _tolerance(text: str) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """Returns the exit status."""
     args = make_parser().parse_args(argv)
     try:
         return COMMANDS[args.command](args)

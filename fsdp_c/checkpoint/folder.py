@@ -79,7 +79,7 @@ def _escaped(name: str) -> str:
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file and bring it to the disk."""
+    """Write a file and flush it to the disk."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()

@@ -96,7 +96,7 @@ class _Stored(NamedTuple):
     file: Path
     start: int
     shape: tuple[int, ...]
-    offsets: tuple[int, ...]  # of this part in the whole tensor
+    offsets: tuple[int, ...]  # where this part begins in the whole tensor
     dtype: torch.dtype
 
 

@@ -55,7 +55,7 @@ _MODULES = {
 
 
 class Value:
-    """What is found in place of the objects that were pickled."""
+    """Stands in for the objects that were pickled."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -69,7 +69,7 @@ class Value:
             self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        return None  # nothing has to be there: what is needed is checked
+        return None  # every attribute is optional here: what is needed is checked later
 
 
 _SIZED = ("PUT", "LONG_BINPUT")  # of the memo, which is made as long as they say
@@ -138,7 +138,7 @@ def _kind(value: object) -> str:
 
 
 class Chunk(NamedTuple):
-    """Part of a tensor, and where it is."""
+    """A part of a tensor, and where it is stored."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -179,7 +179,7 @@ PathInDict = tuple[str | int, ...]
 
 @dataclass
 class Checkpoint:
-    """What is in a folder."""
+    """What a checkpoint folder contains."""
 
     folder: Path
     entries: dict[str, Entry]
@@ -193,7 +193,7 @@ class Checkpoint:
 
     @staticmethod
     def raw_entry(entry: TensorEntry) -> dcp.TensorStorageMetadata:
-        """For DCP's planning."""
+        """In the form that DCP plans with."""
         chunks = [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
         return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
 
@@ -277,8 +277,8 @@ class _Reader:
             what = f"the place of {index.fqn}"
             _require(_kind(info) == "_StorageInfo", f"{what} is {_kind(info)}")
             _require(not info.transform_descriptors, f"{index.fqn} is compressed or encrypted")
-            offset = None if index.offset is None else _ints(index.offset, what)
-            start, length = _ints((info.offset, info.length), what)
+            offset = None if index.offset is None else ints(index.offset, what)
+            start, length = ints((info.offset, info.length), what)
             size = self._size(info.relative_path)
             if start + length > size:
                 raise CheckpointError(
@@ -305,7 +305,7 @@ class _Reader:
 
     def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
         _require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
-        offsets, sizes = _ints(chunk.offsets, key), _shape(chunk.sizes, key)
+        offsets, sizes = ints(chunk.offsets, key), _shape(chunk.sizes, key)
         fits = len(offsets) == len(sizes) == len(shape)
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
         _require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
@@ -330,14 +330,15 @@ def _require(condition: object, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _ints(values: object, what: str) -> tuple[int, ...]:
+def ints(values: object, what: str) -> tuple[int, ...]:
+    """``values`` as sizes or offsets. ValueError, which begins with ``what``, for what cannot be any."""
     if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
         raise ValueError(f"{what}: {reprlib.repr(values)} where sizes are expected")
     return tuple(values)
 
 
 def _shape(values: object, what: str) -> tuple[int, ...]:
-    sizes = _ints(values, what)
+    sizes = ints(values, what)
     if len(sizes) > _MAX_DIMS or math.prod(sizes) >= 2**62:
         raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
     return sizes
@@ -348,13 +349,13 @@ def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
         return None
     _require(isinstance(piece, tuple) and len(piece) == 4, f"{what} is damaged")
     offset, nbytes, crc32, strides = piece
-    _ints((offset, nbytes, crc32), what)
+    ints((offset, nbytes, crc32), what)
     _require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
-    return Place(offset, nbytes, crc32, None if strides is None else _ints(strides, what))
+    return Place(offset, nbytes, crc32, None if strides is None else ints(strides, what))
 
 
 def strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether they are those of a dense tensor."""
+    """Whether these are the strides of a dense tensor."""
     if len(sizes) != len(strides):
         return False
     expected = 1
@@ -423,7 +424,7 @@ def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
         for name, info in files.items():
             kind = "crc32" if name == METADATA else "framing_crc32"
             _require(set(info) == {"size", kind}, f"what it says of {name}")
-            _ints(tuple(info.values()), name)
+            ints(tuple(info.values()), name)
         own = files[METADATA]
     except OSError:
         raise
@@ -435,7 +436,7 @@ def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
 
 
 def framing_gaps(checkpoint: Checkpoint) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-    """By file, the ranges of bytes that are the data of no piece."""
+    """For each file, the ranges of bytes that hold no piece's data."""
     data: dict[str, set[tuple[int, int]]] = {name: set() for name in checkpoint.framing}
     for entry in checkpoint.entries.values():
         for part in entry.chunks if isinstance(entry, TensorEntry) else [entry]:

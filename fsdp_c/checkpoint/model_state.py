@@ -21,7 +21,7 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
-from fsdp_c.state.sharded_values import ParamForm
+from fsdp_c.state.sharded_values import ParamLayout
 from fsdp_c.state.state_dict_saving import shard_pieces
 from fsdp_c.training.unshard_params import check_idle
 
@@ -55,7 +55,7 @@ def _model_state(model: nn.Module, as_saved: bool) -> StateDict:
 
 
 def _settle(module: ShardedModule) -> None:
-    """Let the shard have what the user sees."""
+    """Bring the shard up to date with the parameters that the user sees."""
     handle = module._handle
     if handle is None:
         return
@@ -69,19 +69,19 @@ def _settle(module: ShardedModule) -> None:
         handle.writeback()
 
 
-def part_value(module: ShardedModule, form: ParamForm, part: Tensor) -> Tensor:
+def part_value(module: ShardedModule, layout: ParamLayout, part: Tensor) -> Tensor:
     """A parameter of a unit, or state of it, of which this rank holds ``part``: a range, or in its own shape."""
-    box = None if form.parallel is None else box_of_rank(form.parallel)
+    box = None if layout.parallel is None else box_of_rank(layout.parallel)
     if part.dim() > 1 and box is None:
         return whole_value(part)
-    is_replica = _is_replica(module, form)
+    is_replica = _is_replica(module, layout)
     if part.dim() > 1:
-        return in_box(part, form.full_shape, box, is_replica)
-    start = form.shard.bounds(module.rank)[0] if handle_of(module).layout.sharded else 0
-    return RangeTensor(part, form.full_shape, start, form.order, box, is_replica)
+        return in_box(part, layout.full_shape, box, is_replica)
+    start = layout.shard.bounds(module.rank)[0] if handle_of(module).layout.sharded else 0
+    return RangeTensor(part, layout.full_shape, start, layout.order, box, is_replica)
 
 
-def _is_replica(module: ShardedModule, form: ParamForm) -> bool:
+def _is_replica(module: ShardedModule, layout: ParamLayout) -> bool:
     """Whether tensor parallelism leaves the parameter whole here, and on a rank before this one too.
 
     Their shards may end elsewhere: what tensor parallelism divides unevenly makes flat parameters of several sizes.
@@ -90,7 +90,7 @@ def _is_replica(module: ShardedModule, form: ParamForm) -> bool:
     if not specs:
         return False
     mesh = specs[0].mesh
-    placements = [None] * mesh.ndim if form.parallel is None else form.parallel.placements
+    placements = [None] * mesh.ndim if layout.parallel is None else layout.parallel.placements
     places = zip(mesh.get_coordinate(), placements, strict=True)
     return any(rank > 0 and (placement is None or placement.is_replicate()) for rank, placement in places)
 
@@ -100,7 +100,7 @@ def _params_of_unit(path: str, module: ShardedModule) -> Iterator[tuple[tuple[nn
         return
     _refuse_parts(path, module)
     parts = list(shard_pieces(module))
-    values = [part_value(module, form, part) for form, part in parts]
+    values = [part_value(module, layout, part) for layout, part in parts]
     for param in common.managed_params(module._handle):
         yield (param.module, param.name), values[param.place]
 
@@ -119,7 +119,7 @@ def _refuse_parts(path: str, module: ShardedModule) -> None:
 
 
 def _buffer_dtypes(fsdp_module: ShardedModule) -> Iterator[tuple[tuple[nn.Module, str], torch.dtype]]:
-    """Of the buffers that the unit's mixed precision casts."""
+    """The original dtypes of the buffers that the unit's mixed precision casts."""
     if fsdp_module.mixed_precision.buffer_dtype is None:
         return
     for path, module in fsdp_module._fsdp_wrapped_module.named_modules():
@@ -172,7 +172,7 @@ def show_loaded(model: nn.Module) -> None:
 
 
 def set_extra_state(model: nn.Module, values: StateDict) -> None:
-    """Hand modules' own state, by name, to the modules."""
+    """Hand extra state to the modules that it belongs to, by name."""
     for path, module in model.named_modules(remove_duplicate=False):
         name = (clean_name(f"{path}.") if path else "") + EXTRA_STATE
         if name in values and type(module).set_extra_state is not nn.Module.set_extra_state:

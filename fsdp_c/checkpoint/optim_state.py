@@ -22,7 +22,7 @@ from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.state.optim_params import OptimParam, OptimParams
 from fsdp_c.state.optim_saving import holds_elements
-from fsdp_c.state.sharded_values import param_forms
+from fsdp_c.state.sharded_values import param_layouts
 from fsdp_c.state.state_dict_saving import split_shard
 
 
@@ -37,7 +37,7 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
 
 
 def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[nn.Parameter, OptimParam]]]:
-    """By group. Raises ValueError for a parameter that is not the model's."""
+    """The parameters of each group. Raises ValueError for a parameter that is not the model's."""
     known = known_params(model)
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -88,12 +88,12 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
             f"whose shard has {tuple(param.shape)}: only state of the parameter's own shape can be saved"
         )
     elif known.owner._use_orig_params:
-        form = param_forms(known.owner)[known.indices[0]]
+        layout = param_layouts(known.owner)[known.indices[0]]
         if holds_elements(known):
-            yield known.fqns[0], part_value(known.owner, form, value)
+            yield known.fqns[0], part_value(known.owner, layout, value)
     else:
-        for fqn, (form, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
-            yield fqn, part_value(known.owner, form, part)
+        for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
+            yield fqn, part_value(known.owner, layout, part)
 
 
 # ----------------------------------------------------------------- loading
@@ -127,7 +127,7 @@ class OptimTarget:
             self._check_strangers()
 
     def _states(self) -> dict[str, dict[str, StateKey]]:
-        """By FQN and name."""
+        """The keys of the saved states, by FQN and name of the state."""
         prefix = f"{self.prefix}state."
         found: dict[str, dict[str, StateKey]] = {}
         for key, path in self.checkpoint.paths.items():
@@ -185,30 +185,30 @@ class OptimTarget:
             return self._scalar_targets(keys, entry)
         elif known.owner._use_orig_params:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            form = param_forms(known.owner)[known.indices[0]]
-            self._expect_shape(keys[0], form.full_shape)
-            self.tensors[keys[0]] = part_value(known.owner, form, value)
+            layout = param_layouts(known.owner)[known.indices[0]]
+            self._expect_shape(keys[0], layout.full_shape)
+            self.tensors[keys[0]] = part_value(known.owner, layout, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            for key, (form, part) in zip(keys, split_shard(known.owner, value), strict=True):
-                self._expect_shape(key, form.full_shape)
-                self.tensors[key] = part_value(known.owner, form, part)
+            for key, (layout, part) in zip(keys, split_shard(known.owner, value), strict=True):
+                self._expect_shape(key, layout.full_shape)
+                self.tensors[key] = part_value(known.owner, layout, part)
         return value
 
     def _names_of_scalars(self) -> set[str]:
-        """The names of state that is one number for a parameter, whatever shape that has."""
-        forms = {
-            fqn: form.shape
+        """The names of state that is a single number for each parameter."""
+        layouts = {
+            fqn: layout.shape
             for group in self.groups
             for _, known in group
             if known.module is not None
-            for fqn, form in zip(known.fqns, (param_forms(known.owner)[i] for i in known.indices), strict=True)
+            for fqn, layout in zip(known.fqns, (param_layouts(known.owner)[i] for i in known.indices), strict=True)
         }
         names = {"step"}
         for fqn, states in self.found.items():
             for name, state in states.items():
                 entry = self.checkpoint.entries[state.key]
-                if isinstance(entry, TensorEntry) and not entry.shape and forms.get(fqn):
+                if isinstance(entry, TensorEntry) and not entry.shape and layouts.get(fqn):
                     names.add(name)
         return names
 
@@ -244,7 +244,7 @@ class OptimTarget:
     # ------------------------------------------------------------- groups
 
     def _keys_of_groups(self) -> dict[str, tuple[str | int, ...]]:
-        """By key, the path below "param_groups"."""
+        """The path below "param_groups" of each key."""
         prefix, found = f"{self.prefix}param_groups.", {}
         for key, path in self.checkpoint.paths.items():
             if key.startswith(prefix):

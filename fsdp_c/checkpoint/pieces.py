@@ -51,7 +51,7 @@ def memory(tensor: Tensor) -> memoryview:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, in whatever order of dimensions."""
+    """Whether the elements fill one piece of memory, in any order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
         if size == 1:
@@ -98,7 +98,7 @@ class FileWriter:
         return place
 
     def write_bytes(self, content: bytes | memoryview) -> Place:
-        """Append what is no tensor."""
+        """Append an object that is not a tensor."""
         data = memoryview(content)
         place = Place(self.size, len(data), zlib.crc32(data), None)
         self._write_data(data)
@@ -110,7 +110,7 @@ class FileWriter:
         self.size += len(data)
 
     def finish(self) -> None:
-        """Bring everything to the disk."""
+        """Flush everything to the disk."""
         self.file.flush()
         os.fsync(self.file.fileno())
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import Value, are_disjoint, check_pickle
+from fsdp_c.checkpoint.metadata import Value, are_disjoint, check_pickle, ints
 from fsdp_c.checkpoint.storage import check_archive
 from fsdp_c.sharding.traversal import FLAT_PARAM
 
@@ -34,14 +34,14 @@ _INERT = {
 
 
 class Part(NamedTuple):
-    """What one file has of a tensor."""
+    """The part of a tensor that one file holds."""
 
     offsets: tuple[int, ...]
     tensor: Tensor
 
 
 class Parted(NamedTuple):
-    """A tensor whose parts are in several files."""
+    """A tensor whose parts are spread over several files."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,7 +57,7 @@ class Sharded:
     def __init__(self, make: Any, kind: type, args: tuple[Any, ...], state: Any) -> None:
         self.kind, self.state = kind.__name__, Value()
         self.state.__setstate__(state)
-        self.dtype, self.shape = args[1], _ints(args[2])
+        self.dtype, self.shape = args[1], ints(args[2], "a shape")
         if not isinstance(self.dtype, torch.dtype):
             raise ValueError(f"a {self.kind} of dtype {self.dtype!r}")
 
@@ -71,17 +71,11 @@ class Sharded:
         return found
 
 
-def _ints(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, (tuple, list)) or not all(type(v) is int and 0 <= v < 2**62 for v in values):
-        raise ValueError(f"sizes {values!r}")
-    return tuple(values)
-
-
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
     """A view of what the file has; its gradient's flag and hooks are left."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ValueError(f"a tensor made of {type(storage).__name__}")
-    (offset,), size, stride = _ints((offset,)), _ints(size), _ints(stride)
+    (offset,), size, stride = (ints(values, "a tensor") for values in ((offset,), size, stride))
     numel = math.prod(size)
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if numel and not (numel <= storage._size() and last < storage._size()):
@@ -167,7 +161,7 @@ def put_together(key: str, values: Sequence[Sharded | None]) -> Parted:
 def _local_shards(values: Sequence[Sharded]) -> Iterator[Part]:
     for value in values:
         for shard in value.shards:
-            yield Part(_ints(shard.metadata.shard_offsets), shard.tensor)
+            yield Part(ints(shard.metadata.shard_offsets, "a shard"), shard.tensor)
 
 
 def _dtensor_parts(key: str, values: Sequence[Sharded | None]) -> Iterator[Part]:
@@ -189,7 +183,7 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
         axes = [axis.shape[0] if isinstance(axis.shape, tuple) else axis.shape for axis in spec.mesh._layout.axes]
         kinds = [type(placement).__name__ for placement in spec.placements]
         dims = [placement.dim for placement in spec.placements if type(placement).__name__ == "Shard"]
-        if math.prod(_ints(axes)) != len(values) or len(dims) > 1 or {*kinds} - {"Shard", "Replicate"}:
+        if math.prod(ints(axes, key)) != len(values) or len(dims) > 1 or {*kinds} - {"Shard", "Replicate"}:
             raise ValueError(
                 f"{key} is a DTensor of placements {kinds} on a mesh of {axes} in {len(values)} files; what can be put "
                 "together is one Shard, of the ranks of the mesh"
@@ -198,11 +192,11 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
             raise ValueError(f"{key} is on a mesh of other ranks than the files are of")
         replica = _replica(rank, axes, kinds)
         if replica == 0:
-            yield local, _ints(dims)[0] if dims else None
+            yield local, ints(dims, key)[0] if dims else None
 
 
 def _replica(rank: int, axes: Sequence[int], kinds: Sequence[str]) -> int:
-    """Which replica a rank is of."""
+    """The index of the replica that a rank belongs to."""
     replica = 0
     coordinates = []
     for size in reversed(axes):
@@ -225,7 +219,7 @@ class Shape(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """Where a parameter is in a flat one."""
+    """Where a parameter lies in a flat parameter."""
 
     key: str
     start: int

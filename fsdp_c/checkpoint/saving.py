@@ -147,7 +147,7 @@ class _Ranks:
         errors = {rank: failed[1] for rank, (failed, _) in enumerate(everything) if failed}
         kinds = [failed[0] if failed else None for failed, _ in everything]
         if error is not None and kinds == [type(error).__name__] * len(kinds):
-            raise error  # everybody's mistake: it is the caller's
+            raise error  # the same mistake on all ranks: it is the caller's
         if errors:
             raise _error(what, errors) from error
         return result, [one for _, one in everything]  # type: ignore[return-value]  # a result, where no rank has an error
@@ -196,7 +196,7 @@ def _whole_on_rank_0(name: str, tensor: Tensor) -> Tensor:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """DCP's, which says how much this rank will write."""
+    """DCP's planner, which also reports how much this rank will write."""
 
     def __init__(self, set_total: Report) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class _SavePlanner(DefaultSavePlanner):
 
 @contextmanager
 def progress_bar(title: str, shown: bool) -> Iterator[tuple[Report, Report]]:
-    """What to tell of bytes that are done, and of their total."""
+    """Two functions to report progress to: one takes the bytes just done, the other the total."""
     if not shown:
         yield (lambda nbytes: None), (lambda nbytes: None)
         return

@@ -1,4 +1,4 @@
-"""What can be read tensor by tensor."""
+"""The interface of a checkpoint that can be read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Info(NamedTuple):
 class Source(Protocol):
     """A checkpoint to read."""
 
-    kind: str  # in words
+    kind: str  # as readable text
     entries: dict[str, Info]
 
     def read(self, key: str) -> Any:
         """The tensor, contiguous or not, or the object."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with it, once everything has been read."""
+        """Lists what is wrong with it, after reading everything."""

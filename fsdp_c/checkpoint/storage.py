@@ -25,11 +25,11 @@ from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntr
 from fsdp_c.checkpoint.pieces import FileWriter, Place, in_memory, memory, read_data
 from fsdp_c.compat.aliases import StateDict
 
-Report = Callable[[int], object]  # is told how many bytes more are done
+Report = Callable[[int], object]  # takes the number of bytes that were just done
 
 
 def storage_info(file: str, start: int, end: int, place: Place) -> _StorageInfo:
-    """Where an entry is: for torch the whole of it, for us also its data."""
+    """Where an entry is stored: torch reads all of it, fsdp_c only its data."""
     info = _StorageInfo(file, start, end - start)
     info.piece = tuple(place)  # type: ignore[attr-defined]  # torch keeps attributes that it does not know
     return info
@@ -65,7 +65,7 @@ class Writer(StorageWriter):
         """Write this rank's file; the last result says its size and checksum."""
         results: list[WriteResult] = []
         if plan.items:
-            # exclusively: a file that is there belongs to another rank, whose folder this is not
+            # exclusively: an existing file is another rank's
             with (self.temporary / plan.storage_data).open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
                 results = _write_items(plan, planner, FileWriter(file), self.report)
         done: Future[list[WriteResult]] = Future()
@@ -162,7 +162,7 @@ def _write_one(data: Tensor | io.BytesIO, writer: FileWriter) -> Place:
 
 
 def item_nbytes(item: WriteItem) -> int:
-    """How many bytes of tensors are written for it."""
+    """The size of the tensors written for it, in bytes."""
     if item.tensor_data is None:
         return 0
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
@@ -202,7 +202,7 @@ def _torch_load_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chun
 
 
 def is_archive(path: Path) -> bool:
-    """Whether a file begins as a zip archive does: torch.save's, since 1.6."""
+    """Whether a file begins like a zip archive, as torch.save has written since 1.6."""
     with path.open("rb") as file:
         return file.read(4) == b"PK\3\4"
 
@@ -231,7 +231,7 @@ def _torch_load(what: str, content: bytes) -> Any:
 
 
 def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:
-    """What is no tensor: of the types that ``torch.load(weights_only=True)`` allows."""
+    """Read an object of the types that ``torch.load(weights_only=True)`` allows."""
     what = f"{checkpoint.folder / entry.file}: {key}"
     with (checkpoint.folder / entry.file).open("rb") as file:
         if entry.place is None:
@@ -243,7 +243,7 @@ def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:
 
 
 def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
-    """The whole of a tensor."""
+    """Read a whole tensor."""
     entry = checkpoint.entries[key]
     assert isinstance(entry, TensorEntry)
     whole: Tensor | None = None

@@ -21,12 +21,12 @@ from fsdp_c.checkpoint.storage import check_archive, is_archive, narrowed
 
 
 def is_held(value: Tensor) -> bool:
-    """Whether memory has an element for each of a tensor."""
+    """Whether a tensor's storage has room for all of its elements; it has none for expanded ones."""
     return value.layout == torch.strided and (value.is_meta or value.nbytes <= value.untyped_storage().nbytes())
 
 
 def holds_parts(path: Path) -> bool:
-    """Whether a file has one rank's part of a sharded state dict."""
+    """Whether a file holds one rank's part of a sharded state dict."""
     if not is_archive(path):
         return False
     try:
@@ -39,20 +39,20 @@ def holds_parts(path: Path) -> bool:
 
 
 def in_order(files: Sequence[Path]) -> list[Path]:
-    """By the last number in the name, which is the rank."""
+    """The files sorted by the last number in their names, which is the rank."""
     return sorted(files, key=lambda path: ([int(each) for each in re.findall(r"[0-9]+", path.stem)[-1:]], path.name))
 
 
 def archive_problems(path: Path) -> Iterator[str]:
     if not is_archive(path):
         return
-    with zipfile.ZipFile(path) as archive:  # which opening the source has done before
+    with zipfile.ZipFile(path) as archive:  # opening the source has checked this already
         for name in archive.namelist():
             try:
                 with archive.open(name) as member:
                     while member.read(2**20):
                         pass
-            except Exception:  # of as many kinds as there are kinds of damage
+            except Exception:  # each kind of damage raises an exception of its own
                 yield f"{path}: {name.split('/', 1)[-1]} is damaged: its checksum does not match"
 
 
@@ -81,7 +81,7 @@ class TorchSource:
         try:
             if archive:
                 check_archive(self.path)
-            # mapped, so that tensors are in memory only while they are used
+            # memory-mapped, so that tensors take memory only while in use
             return torch.load(self.path, map_location="cpu", weights_only=True, mmap=archive or None)
         except Exception as error:
             raise CheckpointError(f"{self.path}: {_reason(error)}") from error
@@ -93,7 +93,7 @@ class TorchSource:
         return archive_problems(self.path)
 
     def same_memory(self) -> dict[str, str]:
-        """Tensors that share the memory of another, by name."""
+        """The tensors that share memory with another one, by name."""
         first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
         shared: dict[str, str] = {}
         for key, value in self.values.items():
@@ -178,7 +178,7 @@ class RankFilesSource:
         return whole
 
     def read_range(self, key: str, start: int, numel: int) -> Tensor:
-        """Elements of a flat parameter."""
+        """Read elements of a flat parameter."""
         whole = torch.zeros(numel, dtype=self.entries[key].dtype)
         for (offset,), tensor in self.values[key].parts:
             low, high = max(start, offset), min(start + numel, offset + tensor.numel())
@@ -219,7 +219,7 @@ class NamedSource:
             self.entries[name] = Info(path, place.shape.sizes, flats[place.key].dtype)
 
     def _is_apart(self, name: str, info: Info) -> bool:
-        """Whether it is no parameter of a flat one: a buffer, or ignored."""
+        """Whether the tensor lies in no flat parameter: a buffer, or an ignored parameter."""
         return name in self.source.entries and self.source.entries[name].shape == info.shape
 
     def read(self, key: str) -> Any:

@@ -51,7 +51,7 @@ class PartialTensor(Tensor):
 
     @property
     def boxes(self) -> dict[Offsets, Tensor]:
-        """By their offsets, views of ``local`` in the shapes of the boxes."""
+        """Views of ``local`` in the shapes of the boxes, by the offsets of the boxes."""
         raise NotImplementedError
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way to say so
@@ -180,7 +180,7 @@ def boxes_of(local: Tensor, shape: Sequence[int], start: int, order: Order) -> I
 
 
 def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut at multiples of ``step``, which are the same for every holder of the tensor."""
+    """[start, end) cut at multiples of ``step``, so that every holder of the tensor cuts at the same places."""
     while start < end:
         following = min(end, (start // step + 1) * step)
         yield start, following
@@ -188,7 +188,7 @@ def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """From the order in memory to that of the dimensions."""
+    """Reorder from the order in memory to the order of the dimensions."""
     result = [0] * len(order)
     for value, dim in zip(values, order, strict=True):
         result[dim] = value
@@ -217,7 +217,7 @@ def whole_value(tensor: Tensor) -> Tensor:
 
 
 def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: bool = False) -> RangeTensor:
-    """All of a box of a tensor of ``shape``, which is ``local``, in the same memory."""
+    """``local`` as one whole box of a tensor of ``shape``. Shares its memory."""
     if not is_dense(local):
         raise NotImplementedError(f"a part of shape {tuple(local.shape)}, strides {local.stride()}: make it contiguous")
     order = None if local.is_contiguous() else memory_order(local.stride())

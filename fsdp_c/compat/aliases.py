@@ -1,4 +1,4 @@
-"""Names for what users hand in and get back, of which no more is known than its outer form."""
+"""Type aliases for what users pass in and get back, where no more than the outer type is known."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -15,7 +15,7 @@ from typing import NoReturn
 _CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _RUNTIME = "torch.distributed.fsdp._runtime_utils"
-_MODULE = "torch.nn.modules.module"  # whose __setattr__ lies between
+_MODULE = "torch.nn.modules.module"  # its __setattr__ is a frame in between
 
 
 class NotInstalledError(RuntimeError, AttributeError):

@@ -22,13 +22,13 @@ U = TypeVar("U")
 
 
 def _lazy_init(state: ShardedModule, root_module: nn.Module) -> ShardedModule:
-    """Make ``state`` a root, if it is none yet."""
+    """Make ``state`` a root unless its tree has one."""
     state._lazy_init()
     return state
 
 
 def _root_pre_forward(state: ShardedModule, module: nn.Module, args: T, kwargs: U) -> tuple[T, U]:
-    """The same; the rest of what begins a forward comes with the forward."""
+    """The same. The forward itself does the rest of the preparation."""
     state._lazy_init()
     return args, kwargs
 
@@ -90,7 +90,7 @@ _current: dict[str, Callable[..., Any]] = dict(ORIGINALS)
 def put(name: str, function: Callable[..., Any]) -> None:
     """Have the runtime call ``function`` in the place of what stands here under this name; the original undoes it."""
     _current[name] = function
-    if name == "_get_training_state":  # which the runtime asks for through the function that decides on it
+    if name == "_get_training_state":  # the runtime calls it only through _get_handle_to_prefetch
         name = "_get_handle_to_prefetch"
     called = {name, "_get_training_state"} if name == "_get_handle_to_prefetch" else {name}
     is_replaced = any(_current[each] is not ORIGINALS[each] for each in called)

@@ -137,7 +137,7 @@ def uninstall() -> None:
         setattr(_torchs_class(), name, value)
     if HAS_FSDP1:
         _torchs_runtime_utils().__class__ = ModuleType
-    for name in _runtime_utils.ORIGINALS:  # one that is left in torch's module takes torch's place alone
+    for name in _runtime_utils.ORIGINALS:  # a replacement that is left in torch's module then affects torch alone
         _runtime_utils.put(name, getattr(_runtime_utils, name))
     theirs = {id(ours): original for original, ours in _replacements().values()}
     for module, name, original in _installed.written:
@@ -206,7 +206,7 @@ def _refuse_live_units(verb: str) -> None:
     foreign = _torchs_class()
     if not _alive(foreign):
         return
-    gc.collect()  # of models that are gone but for reference cycles
+    gc.collect()  # frees models that only reference cycles keep alive
     count = _alive(foreign)
     if count:
         raise RuntimeError(

@@ -44,7 +44,7 @@ def module_exists(name: str) -> bool:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         return False
-    except ValueError:  # "", or a name with nothing between two dots
+    except ValueError:  # an empty name, or one with an empty part
         return False
 
 
@@ -52,7 +52,7 @@ def _start(name: str, args: list[str], folder: str) -> None:
     install()
     _install_in_spawned_processes()
     sys.argv = [name, *args]
-    if not getattr(sys.flags, "safe_path", False):  # then no folder was put there for ``-m``
+    if not getattr(sys.flags, "safe_path", False):  # in safe-path mode, ``-m`` has put no folder there
         sys.path[0] = folder
 
 

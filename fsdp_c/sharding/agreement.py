@@ -57,7 +57,7 @@ class UnitPlan(NamedTuple):
 
 
 class RankPlan(NamedTuple):
-    """The plan of one rank, or why it has none."""
+    """The plan of one rank, or the error that kept it from making one."""
 
     rank: int
     error: str | None
@@ -76,7 +76,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
     groups = [group for group in (root.process_group, root._replicate_group) if group is not None and group.size() > 1]
     try:
-        compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks have nothing to say
+        compares = digest != root._agreed_plan and detect_fake_mode() is None  # fake ranks send nothing
         if compares and not _all_equal(digest, groups, root.compute_device):
             failure = None if error is None else str(error)
             everyone = _exchange(RankPlan(dist.get_rank(), failure, plan), groups)
@@ -103,7 +103,7 @@ def _unit_plan(path: str, module: ShardedModule) -> UnitPlan:
 
 
 def _shares_groups(module: ShardedModule, root: ShardedModule) -> bool:
-    """Units over part of the ranks, experts for instance, are other units elsewhere."""
+    """Whether the unit has the root's groups. One over part of the ranks, as of experts, is another unit elsewhere."""
     same = module.process_group is root.process_group and module._replicate_group is root._replicate_group
     return same and module._handle is not None
 
@@ -113,7 +113,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def _all_equal(digest: bytes, groups: Sequence[dist.ProcessGroup], device: torch.device) -> bool:
-    """Over several groups each step passes on what it saw, so that all ranks come to the same answer."""
+    """With several groups, each step passes its result on, so that all ranks reach the same answer."""
     equal = True
     for group in groups:
         everyone = _gather(digest, group, device)
@@ -151,7 +151,7 @@ def _exchange(plan: RankPlan, groups: Sequence[dist.ProcessGroup]) -> list[RankP
 
 
 def difference(plans: Sequence[RankPlan]) -> str:
-    """What to tell the user about plans that are not all equal."""
+    """The error message for plans that differ."""
     failed = [f"rank {plan.rank}: {plan.error}" for plan in plans if plan.error is not None]
     if failed:
         return "other ranks cannot initialise their units, so that this one cannot either:\n" + "\n".join(failed)
@@ -191,7 +191,7 @@ def _module(unit: UnitPlan | None) -> str:
 
 
 def _name(index: int, plans: Sequence[RankPlan]) -> str:
-    """The unit at ``index``, by each of the names that it has."""
+    """The names of the unit at ``index``, and the ranks that use each."""
     names = _ranks_by({plan.rank: plan.units[index].module for plan in plans if index < len(plan.units)})
     if len(names) == 1:
         return _named(next(iter(names)))

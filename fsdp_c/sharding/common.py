@@ -63,7 +63,7 @@ def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Without garbage collection: a state dict is thousands of objects at once, none of them garbage."""
+    """Pause garbage collection: a state dict creates thousands of objects, none of them garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def tell(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What every rank of the group passes, in their order. Collective."""
+    """Gather ``mine`` from every rank of the group, in rank order. Collective."""
     told = [mine] * dist.get_world_size(group)
     if len(told) > 1:
         dist.all_gather_object(told, mine, group=group)

@@ -70,7 +70,7 @@ def check_places(process_group: object, device_mesh: object, device_id: object) 
 
 
 def _says_its_rank(group: object) -> bool:
-    """Is it a backend, or what stands for a group in a test? What else it lacks is named when it is asked for."""
+    """Whether ``group`` has a rank and a size, as backends and fake groups have."""
     return all(callable(getattr(group, name, None)) for name in ("rank", "size"))
 
 
@@ -108,8 +108,8 @@ def refuse_foreign_units(tree: Subtree) -> None:
 
 
 def warn_of_useless_unit(module: nn.Module) -> None:
-    """UserWarning for what nobody gains from: a container whose forward nobody calls, so that its parameters would
-    never be gathered, and a unit, which leaves nothing to the unit around it."""
+    """UserWarning for units that are of no use: around a container, whose forward nobody calls, so that its parameters
+    are never gathered, and around another unit, which leaves no parameters to the outer one."""
     if is_unit(module):
         warnings.warn(
             "the module is a FullyShardedDataParallel already, so that another around it holds nothing: wrap once",
@@ -127,7 +127,7 @@ def warn_of_useless_unit(module: nn.Module) -> None:
 
 
 class IgnoredStates(NamedTuple):
-    """What a unit leaves alone. The buffers are named as in the user's own model, from the wrapped module."""
+    """What a unit leaves alone. Buffers have the names that they have in the wrapped module before any wrapping."""
 
     modules: set[nn.Module]
     params: set[nn.Parameter]
@@ -178,7 +178,7 @@ def _ignore_modules(tree: Subtree, modules: Iterable[nn.Module], ignored: Ignore
 def _split_ignored(
     modules: Iterable[nn.Module] | None, states: Iterable[nn.Parameter] | Iterable[nn.Module] | None
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
-    """The ignored modules and the ignored parameters of the one argument that was given."""
+    """The ignored modules and parameters, from whichever of the two arguments was given."""
     name = "ignored_modules" if states is None else "ignored_states"
     passed = modules if states is None else states
     if passed is None:
@@ -342,7 +342,7 @@ def resolve_strategy(strategy: ShardingStrategy | None, world_size: int) -> Shar
 
 
 def effective_strategy(strategy: ShardingStrategy | None, world_size: int) -> ShardingStrategy:
-    """``resolve_strategy`` without a word."""
+    """``resolve_strategy`` without warnings."""
     return (strategy or ShardingStrategy.FULL_SHARD) if world_size > 1 else ShardingStrategy.NO_SHARD
 
 

@@ -101,7 +101,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     _param_extensions: list[tensor_parallel.ParamExtension]
     _numels: tuple[int, ...]
     _shard_param_infos: tuple[ShardParamInfo, ...]
-    _params: list[nn.Parameter] | None  # None unless use_orig_params, as the next two
+    _params: list[nn.Parameter] | None  # None unless use_orig_params; so are the next two
     _shared_params: list[nn.Parameter] | None
     _is_grad_none_mask: list[bool] | None
 
@@ -126,7 +126,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Contiguous, and not only because a dimension of size 1 makes any stride count as such (C-020)."""
+    """Whether ``tensor`` is contiguous, and its last stride is 1 even if that dimension has size 1 (C-020)."""
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
@@ -137,7 +137,7 @@ def _memory_order(param: torch.Tensor) -> torch.Tensor:
 
 
 def aligned_numel(compute_dtype: torch.dtype, use_orig_params: bool) -> int:
-    """To how many elements the parameters of a unit are aligned; 0 for not at all (C-012)."""
+    """The alignment of a unit's parameters in elements; 0 for none (C-012)."""
     return ALIGNMENT_NBYTES // compute_dtype.itemsize if use_orig_params else 0
 
 
@@ -168,12 +168,12 @@ class Occurrences:
         ]
 
 
-# what nn.Module has of its own for a parameter that is set as an attribute
+# the methods by which a class can notice that a parameter is set or deleted
 _SETTERS = ("__setattr__", "__delattr__", "register_parameter")
 
 
 def _way_to_set(module: nn.Module) -> int:
-    """Through ``setattr`` where anybody would notice: the class of the module, or hooks on all registrations."""
+    """``setattr`` where the module's class, or a hook on all registrations, would notice it; else directly."""
     hooks = getattr(nn.modules.module, "_global_parameter_registration_hooks", None)
     is_plain = not hooks and all(_is_modules_own(getattr(type(module), name)) for name in _SETTERS)
     return _C.SET_DIRECTLY if is_plain else _C.SET_BY_SETATTR
@@ -212,7 +212,7 @@ def check_uniform(params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_
 
 
 class _Watched(type):
-    """A class that tells the runtime what is put in the place of ``unshard``, which it calls then (H-016)."""
+    """A metaclass that tells the runtime when ``unshard`` is replaced, so that it calls the replacement (H-016)."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -397,7 +397,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     @property
     def _skipped_use_sharded_views(self) -> bool:
-        """True between a forward and its backward, where the strategy keeps the modules' views in between (C-091)."""
+        """True between forward and backward where the strategy keeps the modules' views meanwhile (C-091)."""
         flat_param = self.flat_param
         if not self._use_orig_params or not self.uses_sharded_strategy or self.training_state != _C.USE_IDLE:
             return False
@@ -477,7 +477,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         """``flatten_tensors`` as a new flat parameter, without metadata."""
         return FlatParameter(self.flatten_tensors(tensors, aligned_numel), requires_grad)
 
-    if not TYPE_CHECKING:  # which would take any attribute for one that is there
+    if not TYPE_CHECKING:  # which would find any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             left_out.explain("FlatParamHandle", name)
@@ -522,12 +522,12 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return list(views if self._wrap_views is None else self._wrap_views(views))
 
     def _get_unflat_views_unaligned(self, tensor: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The same, one by one."""
+        """The same, as an iterator."""
         return iter(self._get_unflat_views_aligned(tensor))
 
     @property
     def _get_unflat_views(self) -> Callable[[torch.Tensor | None], Iterable[torch.Tensor]]:
-        """One of the two, as torch chooses."""
+        """The first of the two with use_orig_params, else the second, as in torch."""
         return self._get_unflat_views_aligned if self._use_orig_params else self._get_unflat_views_unaligned
 
     @staticmethod

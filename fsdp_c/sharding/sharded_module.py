@@ -214,7 +214,7 @@ def handle_of(module: ShardedModule) -> FlatParamHandle:
 
 
 def is_sharded_module(module: object) -> TypeGuard[ShardedModule]:
-    """``is_unit``, of anything."""
+    """``is_unit`` for any object."""
     return isinstance(module, nn.Module) and is_unit(module)
 
 

@@ -44,7 +44,7 @@ def flatten(params: list[nn.Parameter], fqns: Sequence[str], extension: FSDPExte
 def views_wrapper(
     param_extensions: Sequence[ParamExtension], extension: FSDPExtensions | None
 ) -> Callable[[Views], Views] | None:
-    """The function from a unit's views to what its modules show; None where that is the views themselves."""
+    """The function that makes what the modules show from the unit's views; None where they show the views."""
     if extension is None or all(one is None for one in param_extensions):
         return None
     return ViewsWrapper(param_extensions, extension)
@@ -78,7 +78,7 @@ def like(value: object, shown: Tensor) -> object:
     """``value`` as loading it into ``shown`` needs it: a plain tensor of full shape becomes this rank's DTensor."""
     if not isinstance(shown, DTensor) or isinstance(value, DTensor) or not isinstance(value, Tensor):
         return value
-    # All ranks have the same value: none sends it.
+    # All ranks have the same value: nothing is sent.
     return distribute_tensor(value, shown.device_mesh, shown.placements, src_data_rank=None)
 
 
@@ -93,12 +93,12 @@ def local_part(value: Tensor, param_extension: ParamExtension) -> Tensor:
         return value.redistribute(placements=[*around, *(placements or [Replicate()])]).to_local()
     if param_extension is None:
         return value
-    # All ranks have the same value: none sends it.
+    # All ranks have the same value: nothing is sent.
     return distribute_tensor(value, param_extension.mesh, placements, src_data_rank=None).to_local()
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What a DTensor holds on this rank; other tensors as they are."""
+    """The local tensor of a DTensor; other tensors unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -49,7 +49,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def check_module(module: object) -> None:
-    """TypeError for what is no module."""
+    """TypeError for anything that is not a module."""
     if isinstance(module, type) and issubclass(module, nn.Module):
         raise TypeError(f"expected a module but got the class {module.__name__}: pass an instance, {module.__name__}()")
     if not isinstance(module, nn.Module):
@@ -65,7 +65,7 @@ class ParamInfo(NamedTuple):
 
 
 def joined(path: str, name: str) -> str:
-    """The name, from a tree's root, of what the module at ``path`` calls ``name``."""
+    """The name, from the root of a tree, of the member ``name`` of the module at ``path``."""
     return f"{path}.{name}" if path else name
 
 

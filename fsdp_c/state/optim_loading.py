@@ -21,10 +21,10 @@ from fsdp_c.sharding.tensor_parallel import local_part
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.state.redistribution import rank0_partition, redistribute
 from fsdp_c.state.sharded_values import (
-    ParamForm,
+    ParamLayout,
     by_group,
     from_memory_order,
-    param_forms,
+    param_layouts,
     rows_of_value,
     shards_of_rows,
     to_memory_order,
@@ -50,7 +50,7 @@ class _Target(NamedTuple):
     """One tensor of the state of one original parameter."""
 
     module: ShardedModule
-    form: ParamForm
+    layout: ParamLayout
     fqn: str
     state_name: str
     value: Tensor | _OnRank0
@@ -116,17 +116,17 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
     for fqn, (_, known) in params.by_fqn.items():
         if known.module is None or fqn not in states:
             continue
-        form = param_forms(known.owner)[known.indices[known.fqns.index(fqn)]]
+        layout = param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]]
         for name, value in sorted(states[fqn].items()):
             if not _is_tensor(value):
                 continue
             shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            if shape != form.full_shape:
+            if shape != layout.full_shape:
                 raise ValueError(
                     f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
-                    f"{tuple(shape)}, the parameter {tuple(form.full_shape)}"
+                    f"{tuple(shape)}, the parameter {tuple(layout.full_shape)}"
                 )
-            targets.append(_Target(known.owner, form, fqn, name, value))
+            targets.append(_Target(known.owner, layout, fqn, name, value))
     return targets
 
 
@@ -159,7 +159,7 @@ def _shards_over_meshes(
         value = target.value
         if isinstance(value, _OnRank0):
             value = _broadcast(value, _value_of(target, source), target.module.compute_device, options.group)
-        local = local_part(value.detach(), target.form.parallel)
+        local = local_part(value.detach(), target.layout.parallel)
         yield (target.fqn, target.state_name), _own_part(target, local)
 
 
@@ -184,11 +184,11 @@ def _parts_of_rows(
         yield target, _own_part(target, whole)
 
 
-def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamForm, Tensor]]:
+def _agreed_rows(targets: Sequence[_Target], group: dist.ProcessGroup) -> list[tuple[ParamLayout, Tensor]]:
     """This rank's rows of sharded values. Every rank raises what is wrong on one, and where they hold other state."""
     error, rows = None, []
     try:
-        rows = [(t.form, rows_of_value(t.value, t.fqn, t.module, t.form).detach()) for t in targets]
+        rows = [(t.layout, rows_of_value(t.value, t.fqn, t.module, t.layout).detach()) for t in targets]
     except AssertionError as found:
         error = found
     _agree_on(targets, group, error)
@@ -224,11 +224,11 @@ def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
 
 
 def _own_part(target: _Target, value: Tensor) -> Tensor:
-    form = target.form
-    flat = to_memory_order(value, form.order)
+    layout = target.layout
+    flat = to_memory_order(value, layout.order)
     if not handle_of(target.module).layout.sharded:
-        return from_memory_order(flat.clone(), form.shape, form.order)
-    start, end = form.shard.bounds(target.module.rank)
+        return from_memory_order(flat.clone(), layout.shape, layout.order)
+    start, end = layout.shard.bounds(target.module.rank)
     return flat[start:end].clone()
 
 
@@ -245,8 +245,8 @@ def _shards_from_rank_0(
         members = [target for module in modules for target in by_unit[module]]
         shards = redistribute(
             (_flat_on_rank_0(target, source) for target in members),
-            [rank0_partition(target.form.shape.numel()) for target in members],
-            [target.form.shard for target in members],
+            [rank0_partition(target.layout.shape.numel()) for target in members],
+            [target.layout.shard for target in members],
             shard_group,
             device=modules[0].compute_device,
         )
@@ -267,7 +267,7 @@ def _flat_on_rank_0(target: _Target, source: StateDict | None) -> Tensor:
     value = _value_of(target, source)
     if value is None:
         return torch.empty(0, dtype=target.value.dtype)
-    return to_memory_order(value.detach(), target.form.order)
+    return to_memory_order(value.detach(), target.layout.order)
 
 
 def _broadcast(what: _OnRank0, value: Tensor | None, device: torch.device, group: dist.ProcessGroup | None) -> Tensor:
@@ -433,10 +433,10 @@ def _flat_tensor(
 ) -> Tensor:
     device = next(shards[fqn, name].device for fqn in values)
     flat = torch.zeros(handle_of(known.owner).layout.shard_numel, dtype=dtype, device=device)
-    for fqn, (form, part) in zip(known.fqns, split_shard(known.owner, flat), strict=True):
+    for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, flat), strict=True):
         if fqn in values:
             value = shards[fqn, name]
-            part.copy_(value if handle_of(known.owner).layout.sharded else to_memory_order(value, form.order))
+            part.copy_(value if handle_of(known.owner).layout.sharded else to_memory_order(value, layout.order))
     return flat
 
 

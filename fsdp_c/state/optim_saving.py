@@ -26,11 +26,11 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
 from fsdp_c.state.redistribution import gather, join_ranges
 from fsdp_c.state.sharded_values import (
-    ParamForm,
+    ParamLayout,
     by_group,
     dims_from_memory,
     from_memory_order,
-    param_forms,
+    param_layouts,
     rows_of_shards,
     sharded_values,
 )
@@ -154,12 +154,12 @@ def holds_elements(known: OptimParam) -> bool:
     """Some optimizers keep state of a parameter without elements, whose scalars then are those of no step."""
     if not known.owner._use_orig_params or _own_numel(known):
         return True
-    return _form(known).shape.numel() == 0
+    return _layout_of(known).shape.numel() == 0
 
 
-def _form(known: OptimParam) -> ParamForm:
-    """The form of an original parameter."""
-    return param_forms(known.owner)[known.indices[0]]
+def _layout_of(known: OptimParam) -> ParamLayout:
+    """The layout of an original parameter."""
+    return param_layouts(known.owner)[known.indices[0]]
 
 
 def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> Iterator[str]:
@@ -223,7 +223,7 @@ def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], froz
     for members in by_unit.values():
         stated = [known.name for known in members if known.name in names]
         for known in members if stated else ():
-            if known.name not in names and known.name not in frozen and _form(known).shape.numel():
+            if known.name not in names and known.name not in frozen and _layout_of(known).shape.numel():
                 raise RuntimeError(
                     f"{known.name} is not in the optimizer state of any rank, but is trained in the same unit as "
                     f"others that are: the unit has {sorted(one.name for one in members)}, the optimizer state "
@@ -267,7 +267,7 @@ def _merged(name: str, told: Sequence[dict[str, _Held]]) -> _Held:
 class _Piece(NamedTuple):
     fqn: str
     state_name: str
-    form: ParamForm
+    layout: ParamLayout
     data: Tensor
 
 
@@ -303,15 +303,15 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[Optim
 
 def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     """This rank's part of one state of the original parameters that ``known`` stands for."""
-    module, forms = known.owner, param_forms(known.owner)
+    module, layouts = known.owner, param_layouts(known.owner)
     value = value.detach() if value.requires_grad else value
     sharded = handle_of(module).layout.sharded
     if module._use_orig_params:
         part = value.reshape(-1) if value.dim() != 1 and (sharded or not value.numel()) else value
-        return [_Piece(known.fqns[0], name, forms[known.indices[0]], part)]
+        return [_Piece(known.fqns[0], name, layouts[known.indices[0]], part)]
     return [
-        _Piece(fqn, name, form, part if sharded else from_memory_order(part, form.shape, form.order))
-        for fqn, (form, part) in zip(known.fqns, split_shard(module, value), strict=True)
+        _Piece(fqn, name, layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
+        for fqn, (layout, part) in zip(known.fqns, split_shard(module, value), strict=True)
     ]
 
 
@@ -319,7 +319,7 @@ def _own_copies(
     module: ShardedModule, pieces: Sequence[_Piece], options: SaveOptions
 ) -> Iterator[tuple[tuple[str, str], Tensor]]:
     for piece in pieces:
-        value = _with_mesh(module, piece.form, piece.data, options)
+        value = _with_mesh(module, piece.layout, piece.data, options)
         copied = value.to("cpu", copy=True) if options.cpu_offload else value.clone()
         yield (piece.fqn, piece.state_name), copied
 
@@ -327,11 +327,11 @@ def _own_copies(
 def _rows(
     modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
 ) -> dict[tuple[str, str], Tensor]:
-    rows = rows_of_shards(modules, lambda module: [(piece.form, piece.data) for piece in pieces[module]])
+    rows = rows_of_shards(modules, lambda module: [(piece.layout, piece.data) for piece in pieces[module]])
     values: dict[tuple[str, str], Tensor] = {}
     for module in modules:
         own = [one.cpu() for one in rows[module]] if options.cpu_offload else rows[module]
-        made = sharded_values(module, own, [piece.form for piece in pieces[module]])
+        made = sharded_values(module, own, [piece.layout for piece in pieces[module]])
         values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[module]], made, strict=True))
     return values
 
@@ -345,29 +345,29 @@ def _wholes(
         largest = max(handle_of(module).layout.padded_numel * 4 for module in members)
         flats = gather(
             (piece.data for _, piece in items),
-            [piece.form.shard for _, piece in items],
+            [piece.layout.shard for _, piece in items],
             group,
             device=members[0].compute_device,
-            shapes=[piece.form.memory_shape for _, piece in items],
+            shapes=[piece.layout.memory_shape for _, piece in items],
             rank0_only=options.rank0_only,
             batch_nbytes=max(largest, FULL_BATCH_NBYTES),
         )
         for (module, piece), flat in zip(items, flats, strict=True):
             if flat is not None:
-                whole = _with_mesh(module, piece.form, dims_from_memory(flat, piece.form.order), options)
+                whole = _with_mesh(module, piece.layout, dims_from_memory(flat, piece.layout.order), options)
                 if options.returns_state:
                     values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
     return values
 
 
-def _with_mesh(module: ShardedModule, form: ParamForm, whole: Tensor, options: SaveOptions) -> Tensor:
+def _with_mesh(module: ShardedModule, layout: ParamLayout, whole: Tensor, options: SaveOptions) -> Tensor:
     """What is whole over the ranks of a unit, as it is over those of tensor parallelism (parity 24).
 
     In the form that the model's own state dict has: a DTensor. Rank 0 alone gets plain tensors, as it is to have all.
     """
     extension, mesh = module._fsdp_extension, module._device_mesh
-    if extension is not None and form.parallel is not None:
-        whole = extension.post_unflatten_transform(whole, form.parallel)
+    if extension is not None and layout.parallel is not None:
+        whole = extension.post_unflatten_transform(whole, layout.parallel)
     if options.shard_state and extension is not None and mesh is not None:
         return extension.chunk_dtensor(whole, module.rank, mesh)
     return whole.full_tensor() if options.rank0_only and isinstance(whole, DTensor) else whole

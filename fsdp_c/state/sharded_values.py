@@ -31,7 +31,7 @@ from fsdp_c.sharding.tensor_parallel import ParamExtension, full_shape
 from fsdp_c.state.redistribution import Partition, chunk_partition, gather, redistribute, shard_partition
 
 
-class ParamForm(NamedTuple):
+class ParamLayout(NamedTuple):
     """How one parameter of a unit is divided in its flat parameter, and in rows."""
 
     fqn: str  # relative to the unit
@@ -49,21 +49,21 @@ class ParamForm(NamedTuple):
         return full_shape(self.parallel, self.shape)
 
 
-def param_forms(module: ShardedModule) -> list[ParamForm]:
-    """The forms of a unit's parameters, in the order of its flat parameter."""
+def param_layouts(module: ShardedModule) -> list[ParamLayout]:
+    """The layouts of a unit's parameters, in the order of its flat parameter."""
     handle = handle_of(module)
-    forms = _forms.get(handle)
-    if forms is None:
-        forms = _forms[handle] = _param_forms(module)
-    return forms
+    layouts = _layouts.get(handle)
+    if layouts is None:
+        layouts = _layouts[handle] = _param_layouts(module)
+    return layouts
 
 
-_forms: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamForm]] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamLayout]] = weakref.WeakKeyDictionary()
 
 
-def _param_forms(module: ShardedModule) -> list[ParamForm]:
+def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
     flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
-    forms = []
+    layouts = []
     for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
         order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
         by_rows = shape or module._device_mesh is None
@@ -73,8 +73,8 @@ def _param_forms(module: ShardedModule) -> list[ParamForm]:
         own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)
-        forms.append(ParamForm(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel))
-    return forms
+        layouts.append(ParamLayout(fqn, torch.Size(shape), order, shard, rows, memory_shape, own_rows, parallel))
+    return layouts
 
 
 def _numel_of(partition: Partition, rank: int) -> int:
@@ -114,16 +114,16 @@ def rows_shape(shape: torch.Size, numel: int) -> list[int]:
 
 
 def rows_of_shards(
-    modules: Iterable[ShardedModule], forms_of: Callable[[ShardedModule], Sequence[tuple[ParamForm, Tensor]]]
+    modules: Iterable[ShardedModule], layouts_of: Callable[[ShardedModule], Sequence[tuple[ParamLayout, Tensor]]]
 ) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit, this rank's rows of what ``forms_of`` gives: parameters' forms, and this rank's 1-D part of each shard.
+    """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and this rank's 1-D part of each shard.
 
     A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole everywhere.
     Collective over the units' groups, with few large transfers. See ``redistribution.redistribute``.
     """
     result: dict[ShardedModule, list[Tensor]] = {}
     for group, members in by_group(modules):
-        items = [(module, form, piece) for module in members for form, piece in forms_of(module)]
+        items = [(module, layout, piece) for module in members for layout, piece in layouts_of(module)]
         chunks = _rows_of_one_group(items, group, members[0].compute_device)
         for module in members:
             result[module] = []
@@ -142,28 +142,28 @@ def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGro
 
 
 def _rows_of_one_group(
-    items: list[tuple[ShardedModule, ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+    items: list[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> list[Tensor]:
-    direct = [(form, piece) for _, form, piece in items if form.rows is not None]
+    direct = [(layout, piece) for _, layout, piece in items if layout.rows is not None]
     rows = redistribute(
         (piece for _, piece in direct),
-        [form.shard for form, _ in direct],
-        [form.rows for form, _ in direct if form.rows is not None],
+        [layout.shard for layout, _ in direct],
+        [layout.rows for layout, _ in direct if layout.rows is not None],
         group,
         device=device,
-        shapes=[form.own_rows for form, _ in direct],
+        shapes=[layout.own_rows for layout, _ in direct],
     )
-    moved = iter([dims_from_memory(own, form.order) for (form, _), own in zip(direct, rows, strict=True)])
-    others = [(form, piece) for _, form, piece in items if form.rows is None]
-    wholes = gather((piece for _, piece in others), [form.shard for form, _ in others], group, device=device)
-    parts = iter([_own_rows(flat, form, group) for (form, _), flat in zip(others, wholes, strict=True)])
-    return [next(moved) if form.rows is not None else next(parts) for _, form, _ in items]
+    moved = iter([dims_from_memory(own, layout.order) for (layout, _), own in zip(direct, rows, strict=True)])
+    others = [(layout, piece) for _, layout, piece in items if layout.rows is None]
+    wholes = gather((piece for _, piece in others), [layout.shard for layout, _ in others], group, device=device)
+    parts = iter([_own_rows(flat, layout, group) for (layout, _), flat in zip(others, wholes, strict=True)])
+    return [next(moved) if layout.rows is not None else next(parts) for _, layout, _ in items]
 
 
-def _own_rows(flat: Tensor | None, form: ParamForm, group: dist.ProcessGroup) -> Tensor:
+def _own_rows(flat: Tensor | None, layout: ParamLayout, group: dist.ProcessGroup) -> Tensor:
     assert flat is not None
-    whole = from_memory_order(flat, form.shape, form.order)
-    return own_rows(whole, group.rank(), group.size()).clone() if form.shape else whole.contiguous()
+    whole = from_memory_order(flat, layout.shape, layout.order)
+    return own_rows(whole, group.rank(), group.size()).clone() if layout.shape else whole.contiguous()
 
 
 def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
@@ -174,65 +174,65 @@ def own_rows(whole: Tensor, rank: int, world_size: int) -> Tensor:
 
 
 def shards_of_rows(
-    items: Sequence[tuple[ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+    items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
     """The inverse of ``rows_of_shards`` for one group: this rank's 1-D part of each parameter's shard. Collective."""
-    direct = [(form, rows) for form, rows in items if form.rows is not None]
+    direct = [(layout, rows) for layout, rows in items if layout.rows is not None]
     shards = redistribute(
-        (to_memory_order(rows, form.order) for form, rows in direct),
-        [form.rows for form, _ in direct if form.rows is not None],
-        [form.shard for form, _ in direct],
+        (to_memory_order(rows, layout.order) for layout, rows in direct),
+        [layout.rows for layout, _ in direct if layout.rows is not None],
+        [layout.shard for layout, _ in direct],
         group,
         device=device,
     )
-    others = [(form, rows) for form, rows in items if form.rows is None]
+    others = [(layout, rows) for layout, rows in items if layout.rows is None]
     wholes = wholes_of_rows(others, group, device)
     # in the order of `items`: what is whole already needs no further transfer
-    for form, _ in items:
-        yield next(shards) if form.rows is not None else _own_shard(next(wholes), form, group.rank())
+    for layout, _ in items:
+        yield next(shards) if layout.rows is not None else _own_shard(next(wholes), layout, group.rank())
 
 
 def wholes_of_rows(
-    items: Sequence[tuple[ParamForm, Tensor]], group: dist.ProcessGroup, device: torch.device
+    items: Sequence[tuple[ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
 ) -> Iterator[Tensor]:
     """The whole of each tensor, contiguous, from every rank's rows. Collective."""
-    natural = [chunk_partition(form.shape, group.size()) for form, _ in items]
+    natural = [chunk_partition(layout.shape, group.size()) for layout, _ in items]
     numels = [_numel_of(partition, group.rank()) for partition in natural]
     # a scalar of a mesh is on every rank, and counts on the one that the partition says
     pieces = (rows.reshape(-1)[:numel] for (_, rows), numel in zip(items, numels, strict=True))
     wholes = list(gather(pieces, natural, group, device=device))
-    for (form, _), whole in zip(items, wholes, strict=True):
+    for (layout, _), whole in zip(items, wholes, strict=True):
         assert whole is not None
-        yield whole.view(form.shape)
+        yield whole.view(layout.shape)
 
 
-def whole_of_rows(rows: Tensor, form: ParamForm, module: ShardedModule) -> Tensor:
+def whole_of_rows(rows: Tensor, layout: ParamLayout, module: ShardedModule) -> Tensor:
     """The whole of one tensor from every rank's rows. Collective."""
-    (whole,) = wholes_of_rows([(form, rows)], module.process_group, module.compute_device)
+    (whole,) = wholes_of_rows([(layout, rows)], module.process_group, module.compute_device)
     return whole
 
 
-def _own_shard(whole: Tensor, form: ParamForm, rank: int) -> Tensor:
-    start, end = form.shard.bounds(rank)
-    return to_memory_order(whole, form.order)[start:end]
+def _own_shard(whole: Tensor, layout: ParamLayout, rank: int) -> Tensor:
+    start, end = layout.shard.bounds(rank)
+    return to_memory_order(whole, layout.order)[start:end]
 
 
 # ----------------------------------------------------------------- values
 
 
 def sharded_values(
-    module: ShardedModule, rows: Sequence[Tensor], forms: Sequence[ParamForm]
+    module: ShardedModule, rows: Sequence[Tensor], layouts: Sequence[ParamLayout]
 ) -> list[ShardedTensor] | list[DTensor]:
     """Tensors of which this rank holds ``rows``, on one device: DTensors where the unit has a mesh, else ShardedTensors
     (F-031, F-032), which are contiguous whatever the parameters are."""
     if module._device_mesh is not None:
-        return [_dtensor(own, form, module._device_mesh) for own, form in zip(rows, forms, strict=True)]
+        return [_dtensor(own, layout, module._device_mesh) for own, layout in zip(rows, layouts, strict=True)]
     if not rows:
         return []
     places = _Places.of(module, rows[0].device.type)
     return [
-        places.sharded_tensor(own.contiguous(), form.shape, places.rows_metadata(form.shape))
-        for own, form in zip(rows, forms, strict=True)
+        places.sharded_tensor(own.contiguous(), layout.shape, places.rows_metadata(layout.shape))
+        for own, layout in zip(rows, layouts, strict=True)
     ]
 
 
@@ -323,9 +323,9 @@ def _shard(local: Tensor, metadata: ShardMetadata) -> Shard:
     return shard
 
 
-def _dtensor(rows: Tensor, form: ParamForm, mesh: DeviceMesh) -> DTensor:
-    meta = TensorMeta(form.shape, _strides(form.shape, form.order), rows.dtype)
-    spec = DTensorSpec(mesh, _placements(mesh, bool(form.shape)), meta)
+def _dtensor(rows: Tensor, layout: ParamLayout, mesh: DeviceMesh) -> DTensor:
+    meta = TensorMeta(layout.shape, _strides(layout.shape, layout.order), rows.dtype)
+    spec = DTensorSpec(mesh, _placements(mesh, bool(layout.shape)), meta)
     return DTensor(rows, spec, requires_grad=False)
 
 
@@ -344,7 +344,7 @@ def _placements(mesh: DeviceMesh, has_rows: bool) -> tuple[Placement, ...]:
     return (*[Replicate()] * (mesh.ndim - 1), last)
 
 
-def rows_of_value(value: object, fqn: str, module: ShardedModule, form: ParamForm) -> Tensor:
+def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamLayout) -> Tensor:
     """This rank's rows of a loaded value. Collective only for one that is divided over other ranks or placed otherwise.
 
     Raises AssertionError for a value that is neither sharded type (X-144), and for a ShardedTensor that is not divided
@@ -365,7 +365,7 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, form: ParamFor
         )
     group = value._process_group
     same = group.size() == module.world_size
-    partition = form.rows if same and form.rows else chunk_partition(form.shape, group.size())
+    partition = layout.rows if same and layout.rows else chunk_partition(layout.shape, group.size())
     numel = _numel_of(partition, group.rank())
     found = shards[0].tensor.numel() if shards else 0
     if found != numel:
@@ -373,13 +373,13 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, form: ParamFor
             f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
             "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
         )
-    rows = shards[0].tensor if shards else torch.empty(rows_shape(form.shape, 0), dtype=value.dtype)
-    return rows if same else _rows_of_larger_group(rows, form, group, module)
+    rows = shards[0].tensor if shards else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype)
+    return rows if same else _rows_of_larger_group(rows, layout, group, module)
 
 
-def _rows_of_larger_group(rows: Tensor, form: ParamForm, group: dist.ProcessGroup, module: ShardedModule) -> Tensor:
+def _rows_of_larger_group(rows: Tensor, layout: ParamLayout, group: dist.ProcessGroup, module: ShardedModule) -> Tensor:
     """torch's load_sharded_optimizer_state_dict divides over all ranks, whatever group the unit shards over."""
-    (whole,) = wholes_of_rows([(form, rows)], group, module.compute_device)
+    (whole,) = wholes_of_rows([(layout, rows)], group, module.compute_device)
     return own_rows(whole, module.rank, module.world_size)
 
 

@@ -29,9 +29,9 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, u
 from fsdp_c.sharding.tensor_parallel import like
 from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
 from fsdp_c.state.sharded_values import (
-    ParamForm,
+    ParamLayout,
     by_group,
-    param_forms,
+    param_layouts,
     rows_of_value,
     shards_of_rows,
     to_memory_order,
@@ -100,12 +100,12 @@ def _make_whole(module: ShardedModule, state_dict: StateDict, prefix: str) -> No
     """Sharded values of a unit that shows plain parameters become whole, as the modules take them. Collective."""
     if is_full(module) or module._fsdp_extension is not None:
         return
-    forms = param_forms(module)
+    layouts = param_layouts(module)
     for param in common.managed_params(module._handle):
         key = prefix + param.fqn
         if key in state_dict and state_dict[key] is not _own_param(module, param.place):
-            form = forms[param.place]
-            state_dict[key] = whole_of_rows(rows_of_value(state_dict[key], key, module, form), form, module)
+            layout = layouts[param.place]
+            state_dict[key] = whole_of_rows(rows_of_value(state_dict[key], key, module, layout), layout, module)
 
 
 def _check_shown(module: ShardedModule) -> None:
@@ -133,10 +133,10 @@ def _load(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -
     return {module: _take(module, at, state_dict) for at, module in modules}
 
 
-def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> list[tuple[ParamForm, Tensor, Tensor]]:
-    """For the parameters that have a value: the form, the value or this rank's rows of it, the part of the shard."""
+def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> list[tuple[ParamLayout, Tensor, Tensor]]:
+    """For the parameters that have a value: the layout, the value or this rank's rows of it, the part of the shard."""
     targets = list(shard_pieces(module))
-    values: dict[int, tuple[ParamForm, Tensor, Tensor]] = {}
+    values: dict[int, tuple[ParamLayout, Tensor, Tensor]] = {}
     full, parallel = is_full(module), module._fsdp_extension is not None
     for param in common.managed_params(module._handle):
         key = prefix + param.fqn
@@ -146,15 +146,15 @@ def _found(module: ShardedModule, prefix: str, state_dict: StateDict) -> list[tu
             if not full:
                 logger.warning("Did not find param with FQN %s, skipping it: it keeps the value it has", key)
             continue
-        form, target = targets[param.place]
+        layout, target = targets[param.place]
         value = state_dict[key]
         if module._fsdp_extension is not None and isinstance(value, DTensor):
             value = module._fsdp_extension.all_gather_dtensor(value, value.device_mesh)
         elif not full:
-            value = rows_of_value(value, key, module, form).to(target.dtype)
+            value = rows_of_value(value, key, module, layout).to(target.dtype)
             if parallel:  # as the others of the unit: whole
-                value = whole_of_rows(value, form, module)
-        values[param.place] = (form, value, target)
+                value = whole_of_rows(value, layout, module)
+        values[param.place] = (layout, value, target)
     return [values[index] for index in sorted(values)]
 
 
@@ -164,20 +164,20 @@ def _own_param(module: ShardedModule, index: int) -> object:
     return _NO_PARAM if params is None else params[index]
 
 
-def _load_sharded(found: dict[ShardedModule, list[tuple[ParamForm, Tensor, Tensor]]]) -> None:
+def _load_sharded(found: dict[ShardedModule, list[tuple[ParamLayout, Tensor, Tensor]]]) -> None:
     for group, members in by_group(found):
         items = [item for module in members for item in found[module]]
-        shards = shards_of_rows([(form, rows) for form, rows, _ in items], group, members[0].compute_device)
+        shards = shards_of_rows([(layout, rows) for layout, rows, _ in items], group, members[0].compute_device)
         for (_, _, target), shard in zip(items, shards, strict=True):
             target.copy_(shard)
 
 
-def _load_full(module: ShardedModule, values: Sequence[tuple[ParamForm, Tensor, Tensor]]) -> None:
-    for form, value, target in values:
-        start, end = form.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, form.shard.numel)
+def _load_full(module: ShardedModule, values: Sequence[tuple[ParamLayout, Tensor, Tensor]]) -> None:
+    for layout, value, target in values:
+        start, end = layout.shard.bounds(module.rank) if handle_of(module).layout.sharded else (0, layout.shard.numel)
         if start < end:
             tensor = torch.detach(value)  # also of a tensor-like that is read from its file by this, one at a time
-            target.copy_(to_memory_order(tensor, form.order)[start:end])
+            target.copy_(to_memory_order(tensor, layout.order)[start:end])
 
 
 def _take(module: ShardedModule, prefix: str, state_dict: StateDict) -> Mark:

@@ -25,13 +25,13 @@ from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import FLAT_PARAM
 from fsdp_c.state.redistribution import gather
 from fsdp_c.state.sharded_values import (
-    ParamForm,
+    ParamLayout,
     by_group,
     dims_from_memory,
     flat_value,
     from_memory_order,
     own_rows,
-    param_forms,
+    param_layouts,
     rows_of_shards,
     sharded_values,
 )
@@ -39,7 +39,7 @@ from fsdp_c.state.sharded_values import (
 FULL_BATCH_NBYTES = 8 * 2**20
 
 
-def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamForm, Tensor]]:
+def shard_pieces(module: ShardedModule) -> Iterator[tuple[ParamLayout, Tensor]]:
     """This rank's part of each parameter in the unit's shard: views."""
     return split_shard(module, local_shard(module))
 
@@ -51,7 +51,7 @@ def local_shard(module: ShardedModule) -> Tensor:
     return shard
 
 
-def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamForm, Tensor]]:
+def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamLayout, Tensor]]:
     """Views of each parameter's part of a tensor that is sharded as the unit's flat parameter is."""
     sizes, end = [], 0  # one split costs less than a view per parameter
     for _, offset, numel, _ in handle_of(module).layout.shard_ranges():
@@ -59,7 +59,7 @@ def split_shard(module: ShardedModule, shard: Tensor) -> Iterator[tuple[ParamFor
         sizes += [start - end, numel]
         end = start + numel
     parts = shard.split([*sizes, shard.numel() - end])
-    return zip(param_forms(module), parts[1::2], strict=True)
+    return zip(param_layouts(module), parts[1::2], strict=True)
 
 
 def is_summoned(module: ShardedModule) -> bool:
@@ -135,27 +135,29 @@ def _gathered(
     group: dist.ProcessGroup, modules: Sequence[ShardedModule], rank0_only: bool, offload_to_cpu: bool
 ) -> dict[ShardedModule, list[Tensor]]:
     """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
-    items = [(module, form, piece) for module in modules for form, piece in shard_pieces(module)]
+    items = [(module, layout, piece) for module in modules for layout, piece in shard_pieces(module)]
     largest = max(handle_of(module).layout.padded_numel * local_shard(module).element_size() for module in modules)
     wholes = gather(
         (piece for _, _, piece in items),
-        [form.shard for _, form, _ in items],
+        [layout.shard for _, layout, _ in items],
         group,
         device=modules[0].compute_device,
-        shapes=[form.memory_shape for _, form, _ in items],
+        shapes=[layout.memory_shape for _, layout, _ in items],
         rank0_only=rank0_only,
         batch_nbytes=max(largest, FULL_BATCH_NBYTES),
     )
     values: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
-    for (module, form, _), flat in zip(items, wholes, strict=True):
+    for (module, layout, _), flat in zip(items, wholes, strict=True):
         if flat is not None:
-            whole = dims_from_memory(flat, form.order)
+            whole = dims_from_memory(flat, layout.order)
             values[module].append(whole.cpu() if offload_to_cpu else whole)
     return values
 
 
 def _copies_of_own(module: ShardedModule) -> list[Tensor]:
-    return [_copy(module, from_memory_order(piece, form.shape, form.order)) for form, piece in shard_pieces(module)]
+    return [
+        _copy(module, from_memory_order(piece, layout.shape, layout.order)) for layout, piece in shard_pieces(module)
+    ]
 
 
 def _copies_of_shown(module: ShardedModule) -> list[Tensor]:
@@ -253,7 +255,7 @@ def put_sharded_values(module: ShardedModule, state_dict: StateDict, prefix: str
     state_dict.pop(prefix + FLAT_PARAM, None)
     offload = module._state_dict_config.offload_to_cpu
     used: set[int] = set()
-    forms = param_forms(module)
+    layouts = param_layouts(module)
     params = common.managed_params(module._handle)
     values: list[Any] = []
     for param in params:
@@ -261,7 +263,7 @@ def put_sharded_values(module: ShardedModule, state_dict: StateDict, prefix: str
         used.add(param.place)
         values.append(own.cpu() if offload else own)
     if not any(isinstance(value, DTensor) for value in values):  # which are of both meshes already
-        values = sharded_values(module, values, [forms[param.place] for param in params])
+        values = sharded_values(module, values, [layouts[param.place] for param in params])
     state_dict.update((prefix + param.fqn, value) for param, value in zip(params, values, strict=True))
 
 

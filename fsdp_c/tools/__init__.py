@@ -1,1 +1,1 @@
-"""Tools that tell what there is: units and their memory, where each rank is, the surroundings."""
+"""Reports on a running program: units and their memory, where each rank is, versions and devices."""

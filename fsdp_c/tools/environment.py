@@ -20,7 +20,7 @@ SETTINGS = ("FSDP_C_", "FSDP_", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG", "NCCL_"
 
 
 def report() -> str:
-    """Several lines, one per thing. Starts no process group, and does not initialise CUDA."""
+    """One fact per line. Starts no process group, and does not initialise CUDA."""
     facts = {
         "fsdp_c": f"{_version()} in {Path(_C.__file__).parent}",
         "Python": f"{platform.python_version()} ({sys.executable})",
@@ -65,7 +65,7 @@ def _has_backend(name: str) -> bool:
 
 
 def _tool(name: str, question: str) -> str:
-    """The first line of a tool's answer that names its version, and where it is."""
+    """A tool's version and path."""
     path = shutil.which(name)
     if path is None:
         return f"not found ({name})"

@@ -1,7 +1,8 @@
-"""Where each rank is, in files that survive it: ``FSDP_C_LEDGER=folder`` keeps them, ``fsdp_c.where`` reads them.
+"""The flight recorder: where each rank is, in a file per rank that survives it.
 
-The runtime in C writes phase, unit and step into a shared page, a few stores per unit. The folder must be one for all
-ranks for errors to say where the others are; on several hosts, one on a shared file system.
+``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called ledgers. The runtime in C writes
+phase, unit and step into a mapped page, a few stores per unit. For errors to say where the other ranks are, the folder
+must be one for all: on several hosts, one on a shared file system.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _open_folder: str | None = None
 
 
 class Entry(NamedTuple):
-    """What the ledger of one rank says."""
+    """What one rank recorded last."""
 
     rank: int
     world_size: int
@@ -64,7 +65,7 @@ class Entry(NamedTuple):
 
 
 def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
-    """Name the units, given with their paths from the root, in this rank's ledger, if one is asked for."""
+    """Record these units, given with their paths from the root, under their names, if recording is asked for."""
     _open_if_wanted()
     if _open_folder is None:
         return
@@ -82,12 +83,12 @@ def _open_if_wanted() -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         _C.open_ledger(str(Path(folder) / f"rank{dist.get_rank():05d}.ledger"), dist.get_rank(), dist.get_world_size())
         _open_folder = folder
-    except OSError as error:  # one rank alone must not leave the others in a collective
+    except OSError as error:  # an exception here would leave the other ranks waiting in a collective
         warnings.warn(f"rank {dist.get_rank()}: no ledger in {folder}: {error}", stacklevel=3)
 
 
 def close() -> None:
-    """Write no more. The files stay."""
+    """Record no more. The files stay."""
     global _open_folder
     _open_folder = None
     _C.close_ledger()
@@ -95,7 +96,7 @@ def close() -> None:
 
 @contextlib.contextmanager
 def phase(number: int) -> Iterator[None]:
-    """In the body this rank is in a phase outside of its units."""
+    """Record that in the body this rank is in a phase outside of its units."""
     _open_if_wanted()
     place = _C.enter_ledger_phase(number)
     try:
@@ -108,7 +109,7 @@ def phase(number: int) -> Iterator[None]:
 
 
 def read(folder: str | os.PathLike[str]) -> list[Entry]:
-    """The entries of all ranks in ``folder``, by rank. ValueError where it holds no ledger or a damaged one."""
+    """The entries of all ranks in ``folder``, by rank. ValueError where there are none, or a damaged file."""
     entries = sorted(_read_one(path) for path in Path(folder).glob("rank*.ledger"))
     if not entries:
         raise ValueError(f"{folder} holds no ledger: start the ranks with {VARIABLE}={folder}")
@@ -116,7 +117,7 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    with path.open("rb") as file:  # of a file of many names, in a folder of many ranks, no more than is said
+    with path.open("rb") as file:  # reads no more than it reports: there may be many units and many ranks
         header = file.read(_HEADER_NBYTES)
         if len(header) < _HEADER_NBYTES or not header.startswith(_MAGIC):
             raise ValueError(f"{path} is no ledger")
@@ -187,7 +188,7 @@ def explain(error: BaseException, number: int, step: int, handle: FlatParamHandl
 
 
 def _read_settled(folder: str) -> list[Entry]:
-    """Connections close a moment before the process that had them counts as ended."""
+    """Wait briefly: a connection closes a moment before the process that had it counts as ended."""
     deadline = time.monotonic() + _SETTLING_S
     while True:
         entries = read(folder)
@@ -198,7 +199,7 @@ def _read_settled(folder: str) -> list[Entry]:
 
 @contextlib.contextmanager
 def explained(doing: str) -> Iterator[None]:
-    """The body is collectives alone, outside of any unit: a RuntimeError of theirs says what they were for."""
+    """For a body that only calls collectives, outside of any unit: adds to their RuntimeError what they were for."""
     try:
         yield
     except RuntimeError as error:

@@ -15,7 +15,7 @@ from fsdp_c.compat.upstream import BackwardPrefetch
 
 
 class StepUnit(NamedTuple):
-    """What counts of one unit in a step. ``parent``: the index of the unit around it, None for a root."""
+    """One unit, as far as a step's memory depends on it. ``parent``: index of the unit around it, None for a root."""
 
     parent: int | None
     nbytes: int  # of its unsharded parameters
@@ -25,7 +25,7 @@ class StepUnit(NamedTuple):
     is_sharded: bool
     backward_prefetch: BackwardPrefetch | None
     forward_prefetch: bool
-    has_streams: bool  # is what it frees held back until its last use is settled?
+    has_streams: bool  # with streams, freed memory is held back until its last use is over
 
 
 class StepMemory(NamedTuple):
@@ -55,10 +55,10 @@ class _Storage:
         self._units = units
         self._live = 0
         self._gathered: set[int] = set()
-        self._held_back: dict[int, int] = {}  # by root the last unit freed
+        self._held_back: dict[int, int] = {}  # the last unit that was freed, by root
         self.peak = 0
         self.gathers = [0] * len(units)
-        self.requires_grad = False  # does what the last unit returned?
+        self.requires_grad = False  # whether the last unit's output does
 
     def gather(self, index: int, root: int) -> None:
         if index in self._gathered:
@@ -75,7 +75,7 @@ class _Storage:
         if index not in self._gathered:
             return
         self._gathered.remove(index)
-        if not self._units[index].nbytes:  # whole already
+        if not self._units[index].nbytes:  # nothing was gathered for it
             return
         self.settle(root)
         self._held_back[root] = index
@@ -159,17 +159,17 @@ class _Tree:
                 self._free(index)
 
     def _ends_in_unit(self, index: int) -> bool:
-        """Whether the next pre-backward is of the same output, for all that is known here."""
+        """Whether the next pre-backward presumably belongs to the same output."""
         children = self._children[index]
         return bool(children) and children[-1] in self._expected
 
     def _follows_unit(self, index: int) -> bool:
-        """Whether the unit is given the output of the unit before it, for all that is known here."""
+        """Whether the unit's input presumably is the output of the unit before it."""
         parent = self._units[index].parent
         return parent is not None and self._children[parent][0] != index
 
     def end_forward(self) -> None:
-        """A root that no backward will come to gives back what it holds."""
+        """A root that takes no part in the backward gives back what it holds."""
         if self.root not in self._expected:
             self._storage.settle(self.root)
 

@@ -67,7 +67,7 @@ class UnitSummary:
 
     @property
     def padding(self) -> int:
-        """Elements that are no parameter's: for alignment, and for shards of equal size."""
+        """Padding elements, for alignment and for shards of equal size."""
         return self.padded_numel - self.numel
 
     @property
@@ -77,7 +77,7 @@ class UnitSummary:
 
     @property
     def sharded_nbytes(self) -> int:
-        """What a rank keeps all the time."""
+        """Bytes that a rank keeps all the time."""
         return _nbytes(self.shard_numel, self.dtype)
 
     @property
@@ -87,12 +87,12 @@ class UnitSummary:
 
     @property
     def all_gather_nbytes(self) -> int:
-        """What one all-gather fills."""
+        """Bytes that one all-gather fills."""
         return _nbytes(self.padded_numel, self.param_dtype) if self.is_sharded else 0
 
     @property
     def reduce_scatter_nbytes(self) -> int:
-        """The gradients that its reduce-scatter is given."""
+        """Bytes of the gradients that go into its reduce-scatter."""
         return _nbytes(self.padded_numel, self.reduce_dtype) if self.is_sharded and self.is_trainable else 0
 
     @property
@@ -145,7 +145,7 @@ class Summary:
 
     @property
     def hint(self) -> str | None:
-        """What to wrap otherwise, if anything."""
+        """Advice on wrapping, if there is any."""
         small = [unit for unit in self.units if unit.is_sharded and 0 < unit.numel < SMALL_NUMEL]
         if len(small) < 2:
             return None
@@ -460,7 +460,7 @@ def _joint_names(names: Sequence[str]) -> list[str]:
 
 
 def _joint_name(names: Sequence[str]) -> str:
-    """As in blocks.*.weight (x12), for names that differ in numbers only."""
+    """For example blocks.*.weight (x12), for names that differ in numbers only."""
     if len(names) == 1:
         return names[0]
     places = zip(*(name.split(".") for name in names), strict=True)
@@ -469,7 +469,7 @@ def _joint_name(names: Sequence[str]) -> str:
 
 
 def _cells(unit: UnitSummary, with_ranks: bool) -> dict[str, str]:
-    """What the table says of a unit, by column."""
+    """The cells of a unit's row in the table."""
     collectives = {
         "gather": unit.all_gather_nbytes,
         "scatter": unit.reduce_scatter_nbytes,
@@ -512,7 +512,7 @@ def _ranks(unit: UnitSummary) -> str:
 
 
 def _dtypes(unit: UnitSummary) -> str:
-    """As in float32, or float32>bfloat16>float32 where the unit computes and reduces in others."""
+    """For example float32, or float32>bfloat16>float32 where the unit computes and reduces in other dtypes."""
     if unit.dtype is None:
         return "-"
     dtypes = [str(dtype).removeprefix("torch.") for dtype in (unit.dtype, unit.param_dtype, unit.reduce_dtype)]

@@ -26,7 +26,7 @@ class ExecutionOrder:
         self._root: weakref.ref[ShardedModule] | None = None
 
     def bind(self, root: ShardedModule, runtime: _C.Runtime) -> None:
-        """Be that of the units of ``root``, whose ``runtime`` takes over the limits."""
+        """Bind to the units of ``root``; its ``runtime`` takes over the limits."""
         self._root = weakref.ref(root)
         for name, limit in self._limits.items():
             setattr(runtime, name, limit)

@@ -61,7 +61,7 @@ def _gathering(fsdp_module: ShardedModule, method: Callable[..., Any]) -> Callab
 
 
 def _gathered(fsdp_module: ShardedModule) -> bool:
-    """True while the unit's parameters are there anyway: amid its forward, or shown in full."""
+    """True while the unit's parameters are gathered anyway: inside its forward, or shown in full."""
     state = (fsdp_module._handle or fsdp_module._unit).training_state
     return state in (_C.USE_FORWARD, _C.USE_SUMMON_FULL_PARAMS)
 

@@ -109,7 +109,7 @@ def _param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
 
 
 def _add_unmanaged_grads(found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle]) -> None:
-    """The gradients of the parameters that no unit manages."""
+    """Add the gradients of the parameters that no unit manages."""
     managed: set[int] = set()
     for handle in handles:
         managed.add(id(handle.flat_param))

@@ -1,4 +1,4 @@
-"""What is said of units that train and to which no gradient comes."""
+"""Warnings about trainable units that get no gradient."""
 
 from __future__ import annotations
 
