@@ -14,6 +14,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import disjoint_base
 
 _AnyHandle = TypeVar("_AnyHandle", bound=Handle)
@@ -145,14 +146,14 @@ class Handle:
         use_orig_params: bool,
         keep_low_precision_grads: bool,
         skip_writeback_check: bool,
-        verbose: bool,  # warn of what is taken over and made up; the Unit's module has _log_post_backward()
+        verbose: bool,  # warn of what is taken over and made up, and call log_post_backward()
         predivide: float,
         postdivide: float,
         offload: bool,  # the shard is in CPU memory, wherever ``device`` is
     ) -> None:
         """Nothing is moved or shown before ``show_sharded``. RuntimeError when called twice on one object."""
     name: str  # writable: what errors call the unit
-    optimizer_in_backward: bool  # writable: ``step_in_backward()`` is called once the unit's gradients are reduced
+    optimizer_in_backward: bool  # writable: ``step_in_backward`` is called once the unit's gradients are reduced
     op_id: int  # by which the operators under torch.ops.fsdp_c find the handle
     flat_param: nn.Parameter
     layout: FlatLayout
@@ -223,7 +224,7 @@ class Unit:
 
     def __init__(
         self,
-        module: nn.Module,  # which owns the unit; forward calls its _lazy_init()
+        module: nn.Module,  # which owns the unit, and which callbacks are given
         handle: Handle | None,  # None when the unit has no parameters of its own
         *,
         name: str,
@@ -233,7 +234,7 @@ class Unit:
         backward_prefetch: int,  # 0 none, 1 BACKWARD_PRE, 2 BACKWARD_POST
         forward_prefetch: bool,
         limit_all_gathers: bool,
-        full_precision_in_eval: bool,  # forward calls its _cast_buffers_for_mode() when it is the root
+        full_precision_in_eval: bool,  # forward calls cast_buffers_for_mode() when it is the root
     ) -> None:
         """RuntimeError when called twice on one object."""
     handle: Handle | None
@@ -289,6 +290,41 @@ class Runtime:
         everything is as before the step. Amid a backward of another thread it waits 50 ms in vain."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
+
+def bind_callbacks(
+    *,
+    lazy_init: Callable[[Any], None],
+    convert_inputs: Callable[
+        [tuple[Any, ...], dict[str, Any], torch.device | None, torch.dtype | None],
+        tuple[tuple[Any, ...], dict[str, Any]],
+    ],
+    hook_inputs: Callable[[tuple[Any, ...], dict[str, Any], Callable[[], None]], RemovableHandle | None],
+    tensors_of: Callable[[object], list[Tensor]],
+    cast_buffers_for_mode: Callable[[Any], None],
+    step_in_backward: Callable[[Any], None],
+    is_in_reentrant_checkpoint: Callable[[], bool],
+    log_post_backward: Callable[[Any], None],
+    warn_of_units_cut_off: Callable[[Any, list[str]], None],
+    warn_of_units_left_out: Callable[[Any, list[str]], None],
+    explain_error: Callable[[BaseException, Any], None],
+    explain_failed_collective: Callable[[BaseException, int, int, Any, bool], None],
+) -> None:
+    """All that C asks of fsdp_c, from now on. ``Any`` is the Unit's module, and the handle of ``step_in_backward`` and
+    ``explain_failed_collective``.
+
+    Called in a forward: ``lazy_init`` in the first one, which must bind the unit to a Runtime; ``convert_inputs`` where
+    inputs are not on the device or not of the dtype, and leaves be what is None; ``hook_inputs`` for a frozen unit: the
+    hook is called once all inputs that require a gradient have theirs; ``tensors_of`` for outputs that are no tensor,
+    list, tuple or dict; ``cast_buffers_for_mode`` with full_precision_in_eval, before a forward of the root;
+    ``is_in_reentrant_checkpoint`` after one that ran without gradients; ``explain_error`` with what one has raised.
+
+    Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where ``optimizer_in_backward`` is
+    set; ``log_post_backward`` when they have come, where the handle is ``verbose``. The names of units that no gradient
+    can reach, or to which none has come, are told once.
+
+    ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has raised, after
+    or while being enqueued; ``phase`` is the ledger's.
+    """
 
 def replace(name: str, function: Callable[..., Any] | None, /) -> None:
     """Call ``function`` on the way of a step in the place of ``FlatParamHandle.unshard`` (name "unshard"), or of what

@@ -68,7 +68,7 @@ from fsdp_c.state import optim_state_dict as optim_states
 from fsdp_c.state import state_dict
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import describe_unit, log_units
-from fsdp_c.training import forward_methods, grad_clipping, training_warnings, unshard_params
+from fsdp_c.training import forward_methods, grad_clipping, training_warnings, tree, unshard_params
 from fsdp_c.training.execution_order import ExecutionOrder
 
 __all__ = [
@@ -404,10 +404,6 @@ class FullyShardedDataParallel(ShardedModule):
         """The unit in C calls it when its gradients have come, under TORCH_DISTRIBUTED_DEBUG=INFO alone."""
         logger.warning("FSDP firing post-backward hooks for parameters %s", self._names_from_root)
 
-    def _is_in_reentrant_checkpoint(self) -> bool:
-        """The unit in C asks it after a forward that ran without gradients."""
-        return training_warnings.is_in_reentrant_checkpoint()
-
     def _warn_of_units_cut_off(self, names: list[str]) -> None:
         """The runtime in C calls it once, after the first backward that could not reach these units."""
         training_warnings.warn_of_units_cut_off(self.rank, names)
@@ -415,10 +411,6 @@ class FullyShardedDataParallel(ShardedModule):
     def _warn_of_units_left_out(self, names: list[str]) -> None:
         """The runtime in C calls it once, in the forward after a backward that did not pass through these units."""
         training_warnings.warn_of_units_left_out(self.rank, names)
-
-    def _explain_error(self, error: Exception) -> None:
-        """The unit in C calls it with what its forward raises."""
-        forward_methods.explain_in_forward(error, self)
 
     def _unshard(self, async_op: bool = False) -> UnshardWork | None:
         """Gather this unit's parameters ahead of its forward, and show them whole. Collective.
@@ -915,3 +907,19 @@ def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
         for parameters, items in reversed(hidden):  # in one piece each, so that the order of the names stays
             parameters.clear()
             parameters.update(items)
+
+
+_C.bind_callbacks(
+    lazy_init=FullyShardedDataParallel._lazy_init,
+    convert_inputs=tree.convert_inputs,
+    hook_inputs=tree.hook_inputs,
+    tensors_of=tree.tensors_of,
+    cast_buffers_for_mode=FullyShardedDataParallel._cast_buffers_for_mode,
+    step_in_backward=FlatParamHandle.step_in_backward,
+    is_in_reentrant_checkpoint=training_warnings.is_in_reentrant_checkpoint,
+    log_post_backward=FullyShardedDataParallel._log_post_backward,
+    warn_of_units_cut_off=FullyShardedDataParallel._warn_of_units_cut_off,
+    warn_of_units_left_out=FullyShardedDataParallel._warn_of_units_left_out,
+    explain_error=forward_methods.explain_in_forward,
+    explain_failed_collective=flight_recorder.explain,
+)

@@ -1,4 +1,4 @@
-"""The three rules of the architecture, read off the sources: one way down, one owner of state, C knows what C needs.
+"""The rules of the architecture, read off the sources: one way down, one owner of state, one door up.
 
 Each check takes a tree and returns its violations, so that planted ones show that it can fail.
 """
@@ -299,6 +299,15 @@ def python_modules(root: Path) -> dict[str, Path]:
     return {".".join(path.relative_to(package).with_suffix("").parts): path for path in files}
 
 
+def lookup_violations(root: Path) -> list[str]:
+    """C files that look up modules of fsdp_c by name: what C asks of Python is in runtime/callbacks.h."""
+    return [
+        f"{name} looks up {module}"
+        for name, text in c_files(root).items()
+        for module in re.findall(r'\bPyImport_\w+\(\s*"(fsdp_c[\w.]*)"', text)
+    ]
+
+
 def imported_modules(name: str, modules: dict[str, Path]) -> set[str]:
     """The modules of the package that one imports, anywhere in it; what is no module of it counts as its own top."""
 
@@ -353,6 +362,7 @@ CHECKS: list[Check] = [
     prefix_violations,
     ring_violations,
     ownership_violations,
+    lookup_violations,
     cycle_violations,
     python_layer_violations,
 ]
@@ -464,6 +474,11 @@ PLANTED = [
         ownership_violations,
         "csrc/python/type.c",
         "struct handle *inside(PyObject *o) { return 0; }\nvoid sneak(PyObject *o) { inside(o)->lower.count |= 1; }",
+    ),
+    (
+        lookup_violations,
+        "csrc/runtime/other.c",
+        'int f(void) { return !PyImport_ImportModule("fsdp_c.training.tree"); }',
     ),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),

@@ -36,12 +36,11 @@ struct gradients {
     PyObject *saved_shard; /* owned; the reduced shard of this backward, or the previous one to accumulate onto */
     PyObject *offloaded;   /* owned; with offload: saved_shard in CPU memory, once the device has been waited for */
     PyObject *reduce_input, *reduce_output; /* owned; alive while `work` is in flight */
-    PyObject
-        *hook_input; /* owned; the memory of reduce_input, to which a hook of the user's may give other data; or NULL */
-    PyObject *work;  /* owned; the reduce-scatter in flight */
-    bool hooked;     /* hooks of the flat parameter have made an unsharded gradient of what was received */
-    bool unreduced;  /* what no_sync left has not been reduced yet */
-    bool in_backward; /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
+    PyObject *hook_input; /* owned; reduce_input's memory, as a hook of the user's may give it other data; or NULL */
+    PyObject *work;       /* owned; the reduce-scatter in flight */
+    bool hooked;          /* hooks of the flat parameter have made an unsharded gradient of what was received */
+    bool unreduced;       /* what no_sync left has not been reduced yet */
+    bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
 
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;

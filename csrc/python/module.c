@@ -5,6 +5,7 @@
 #include "python/layout_functions.h"
 #include "python/layout_type.h"
 #include "python/types.h"
+#include "runtime/callbacks.h"
 #include "runtime/hook.h"
 #include "runtime/replaced.h"
 #include "runtime/watch.h"
@@ -45,6 +46,11 @@ static PyObject *replace(PyObject *self, PyObject *args) {
     PyObject *function;
     (void)self;
     return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(replaced_set(name, function)) : NULL;
+}
+
+static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs) {
+    (void)self;
+    return none_or_error(callbacks_bind(args, kwargs));
 }
 
 static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
@@ -148,6 +154,7 @@ static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
 }
 
 static PyMethodDef functions[] = {
+    {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
     {"watch_gradients", watch_gradients, METH_O, NULL},
     {"open_ledger", open_ledger, METH_VARARGS, NULL},
     {"close_ledger", close_ledger, METH_NOARGS, NULL},

@@ -1,4 +1,5 @@
 /* A unit in backward: what its hooks do (D-050 to D-088). */
+#include "runtime/callbacks.h"
 #include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "runtime/watch.h"
@@ -131,13 +132,11 @@ static int post_backward(struct unit *unit) {
 }
 
 /* Helps to find out which hooks do not run, under some ways of checkpointing (D-065). */
-static int say_post_backward(const struct unit *unit) {
+static int log_post_backward(const struct unit *unit) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
     if (!unit->handle->param.use_orig_params || !module || module == Py_None)
         return 0;
-    PyObject *done = PyObject_CallMethod(module, "_log_post_backward", NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return callbacks_tell(callbacks.log_post_backward, module, NULL);
 }
 
 int unit_post_backward(struct unit *unit) {
@@ -146,7 +145,7 @@ int unit_post_backward(struct unit *unit) {
     bool enabled = torch_grad_enabled();
     PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook");
     torch_set_grad_enabled(false);
-    int result = unit->handle->param.verbose ? say_post_backward(unit) : 0;
+    int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
     if (!result)
         result = post_backward(unit);
     torch_set_grad_enabled(enabled);

@@ -1,4 +1,5 @@
 /* The end of a backward: the reduction in flight, the gradients, the parameters. */
+#include "runtime/callbacks.h"
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "runtime/watch.h"
@@ -41,9 +42,9 @@ static int step_in_backward(struct unit *unit) {
     if (gradients_hand_over(&unit->handle->gradients) < 0)
         return -1;
     schedule_note_stepped(unit);
-    PyObject *done = PyObject_CallMethod(unit->handle_object, "step_in_backward", NULL);
-    Py_XDECREF(done);
-    return done ? handle_collect_user_grads(unit->handle) : -1;
+    if (callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL) < 0)
+        return -1;
+    return handle_collect_user_grads(unit->handle);
 }
 
 int runtime_reduce(struct runtime *runtime, struct unit *unit) {

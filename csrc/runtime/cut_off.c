@@ -5,6 +5,7 @@
  *             gradients, and has not run it again. This is said at the end of the first backward that left the unit out.
  *   left out  An output requires a gradient, and the backward did not pass through it. Another backward may yet do so, as in a
  *             GAN: this is said when the root begins its next forward and none has. */
+#include "runtime/callbacks.h"
 #include "runtime/runtime.h"
 
 static bool is_told(const struct unit *unit) {
@@ -28,8 +29,7 @@ int unit_note_cut_off(struct unit *unit) {
 int unit_note_checkpointed(struct unit *unit) {
     if (unit->runtime->order.iteration > 0 || !unit->runtime->trains || unit->is_root || is_told(unit))
         return 0;
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *answer = module ? PyObject_CallMethod(module, "_is_in_reentrant_checkpoint", NULL) : NULL;
+    PyObject *answer = PyObject_CallNoArgs(callbacks.is_in_reentrant_checkpoint);
     int checkpointed = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
     return checkpointed > 0 ? cut_off(unit) : checkpointed;
@@ -57,18 +57,16 @@ PyObject *runtime_take_cut_off(struct runtime *runtime) {
     return names;
 }
 
-static int tell(struct runtime *runtime, const char *method, PyObject *names) {
+static int tell(struct runtime *runtime, PyObject *function, PyObject *names) {
     PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
     if (!PyList_Size(names) || !module || module == Py_None)
         return 0;
     runtime->told_of_no_gradient = true;
-    PyObject *done = PyObject_CallMethod(module, method, "O", names);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return callbacks_tell(function, module, names);
 }
 
 int runtime_tell_of_cut_off(struct runtime *runtime, PyObject *names) {
-    return names == Py_None ? 0 : tell(runtime, "_warn_of_units_cut_off", names);
+    return names == Py_None ? 0 : tell(runtime, callbacks.warn_of_units_cut_off, names);
 }
 
 /* Whether it trains is asked now: most are never left out. 1, 0 or -1. */
@@ -88,7 +86,7 @@ int runtime_tell_of_left_out(struct runtime *runtime) {
         if (left_out < 0 || (left_out && PyList_Append(names, runtime->units[i]->handle->param.name) < 0))
             Py_CLEAR(names);
     }
-    int result = names ? tell(runtime, "_warn_of_units_left_out", names) : -1;
+    int result = names ? tell(runtime, callbacks.warn_of_units_left_out, names) : -1;
     Py_XDECREF(names);
     return result;
 }

@@ -1,4 +1,5 @@
 /* A unit's forward, from the root's pre-forward to its post-forward. */
+#include "runtime/callbacks.h"
 #include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
@@ -86,9 +87,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
 /* Buffers follow the mode as well (D-021). */
 static int cast_buffers(struct unit *unit) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *done = module ? PyObject_CallMethod(module, "_cast_buffers_for_mode", NULL) : NULL;
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return module ? callbacks_tell(callbacks.cast_buffers_for_mode, module, NULL) : -1;
 }
 
 static int root_pre_forward(struct unit *unit) {
@@ -143,8 +142,7 @@ static void explain_error(const struct unit *unit, PyObject *error, PyObject *tr
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
     if (!module || !error || !traceback || PyException_SetTraceback(error, traceback) < 0)
         return;
-    PyObject *done = PyObject_CallMethod(module, "_explain_error", "O", error);
-    Py_XDECREF(done);
+    callbacks_tell(callbacks.explain_error, error, module);
 }
 
 /* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is its whole tree's:
@@ -172,10 +170,10 @@ static int ensure_lazy_init(struct unit *unit) {
     if (unit->runtime)
         return 0;
     PyObject *module = PyWeakref_GetObject(unit->module_ref); /* borrowed: it is in its own forward */
-    PyObject *done = module ? PyObject_CallMethod(module, "_lazy_init", NULL) : NULL;
-    Py_XDECREF(done);
-    if (!done || unit->runtime)
-        return done ? 0 : -1;
+    if (!module || callbacks_tell(callbacks.lazy_init, module, NULL) < 0)
+        return -1;
+    if (unit->runtime)
+        return 0;
     PyErr_Format(PyExc_RuntimeError, "unit %S: lazy initialisation did not bind a runtime", unit->name);
     return -1;
 }

@@ -1,20 +1,10 @@
 /* What a unit does with the inputs of its forward: they are moved and cast, and a frozen unit waits for their gradients. */
+#include "runtime/callbacks.h"
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 #include "torch/profile.h"
 #include "torch/tensor.h"
-
-/* A cold path: containers and casts are walked by fsdp_c.tree. */
-static PyObject *call_tree(const char *name, PyObject *a, PyObject *b, PyObject *c, PyObject *d) {
-    static PyObject *tree; /* owned for ever */
-    if (!tree && !(tree = PyImport_ImportModule("fsdp_c.tree")))
-        return NULL;
-    PyObject *function = PyObject_GetAttrString(tree, name);
-    PyObject *result = function ? PyObject_CallFunctionObjArgs(function, a, b, c, d, NULL) : NULL;
-    Py_XDECREF(function);
-    return result;
-}
 
 static bool is_on(const struct tensor_view *view, const struct tensor_view *device) {
     return view->device == device->device && view->device_index == device->device_index;
@@ -77,8 +67,9 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
     bool cast = casts_inputs(unit);
     if ((!mover && !cast) || inputs_are_ready(unit, *args, *kwargs, mover, cast))
         return 0;
-    PyObject *converted = call_tree("convert_inputs", *args, *kwargs, mover ? mover->param.device : Py_None,
-                                    cast ? unit->param_dtype : Py_None);
+    PyObject *converted =
+        PyObject_CallFunctionObjArgs(callbacks.convert_inputs, *args, *kwargs, mover ? mover->param.device : Py_None,
+                                     cast ? unit->param_dtype : Py_None, NULL);
     if (!converted)
         return -1;
     PyObject *new_args, *new_kwargs;
@@ -108,7 +99,7 @@ int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs) {
     if (unit->reshard_hook || !torch_grad_enabled())
         return 0;
     PyObject *hook = hook_new(reshard_only, unit, unit->object);
-    PyObject *removable = hook ? call_tree("hook_inputs", args, kwargs, hook, NULL) : NULL;
+    PyObject *removable = hook ? PyObject_CallFunctionObjArgs(callbacks.hook_inputs, args, kwargs, hook, NULL) : NULL;
     Py_XDECREF(hook);
     if (!removable)
         return -1;

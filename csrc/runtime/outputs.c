@@ -1,19 +1,9 @@
 /* Hooks on the outputs of a unit's forward: its backward begins where the first of their gradients comes. */
+#include "runtime/callbacks.h"
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
-
-/* A cold path: containers and casts are walked by fsdp_c.tree. */
-static PyObject *call_tree(const char *name, PyObject *a, PyObject *b, PyObject *c, PyObject *d) {
-    static PyObject *tree; /* owned for ever */
-    if (!tree && !(tree = PyImport_ImportModule("fsdp_c.tree")))
-        return NULL;
-    PyObject *function = PyObject_GetAttrString(tree, name);
-    PyObject *result = function ? PyObject_CallFunctionObjArgs(function, a, b, c, d, NULL) : NULL;
-    Py_XDECREF(function);
-    return result;
-}
 
 static int pre_backward(void *target) {
     return unit_pre_backward(target);
@@ -97,7 +87,7 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
         return hook_sequence(output, hook, hooked);
     if (PyDict_CheckExact(output))
         return hook_dict(output, hook, hooked);
-    PyObject *tensors = call_tree("tensors_of", output, NULL, NULL, NULL);
+    PyObject *tensors = PyObject_CallFunctionObjArgs(callbacks.tensors_of, output, NULL);
     int result = tensors ? hook_sequence(tensors, hook, hooked) : -1;
     Py_XDECREF(tensors);
     return result;

@@ -1,5 +1,6 @@
 #include "runtime/schedule.h"
 
+#include "runtime/callbacks.h"
 #include "runtime/replaced.h"
 #include "runtime/runtime.h"
 #include "torch/profile.h"
@@ -167,13 +168,11 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
     ledger_enter(unit->ledger_index, phase);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *module = PyImport_ImportModule("fsdp_c.ledger"), *done = NULL;
-    if (module)
-        done = PyObject_CallMethod(module, "explain", "OiLOi", value, (int)phase,
-                                   (long long)unit->runtime->order.iteration, unit->handle_object, enqueued);
+    PyObject *done =
+        PyObject_CallFunction(callbacks.explain_failed_collective, "OiLOi", value, (int)phase,
+                              (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued);
     if (!done)
         PyErr_Clear();
-    Py_XDECREF(module);
     Py_XDECREF(done);
     PyErr_Restore(type, value, traceback);
     return -1;

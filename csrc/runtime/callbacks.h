@@ -1,0 +1,35 @@
+/* All that C asks of fsdp_c's Python: functions that are bound once, when fsdp_c is imported. C looks up no other name of it. Their
+ * types are those of bind_callbacks() in _C.pyi.
+ *
+ * Invariant: from callbacks_bind on every one is there. All are off the path of the usual step. */
+#ifndef FSDP_RUNTIME_CALLBACKS_H
+#define FSDP_RUNTIME_CALLBACKS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+struct callbacks {
+    /* owned for ever, as all of them; `module` is the FullyShardedDataParallel, `handle` the FlatParamHandle */
+    PyObject *lazy_init;                  /* (module): the unit is bound to a runtime */
+    PyObject *convert_inputs;             /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */
+    PyObject *hook_inputs;                /* (args, kwargs, hook) -> what removes it, or None */
+    PyObject *tensors_of;                 /* (output) -> list of the tensors in it that require a gradient */
+    PyObject *cast_buffers_for_mode;      /* (module) */
+    PyObject *step_in_backward;           /* (handle): its optimizers step */
+    PyObject *is_in_reentrant_checkpoint; /* () -> bool */
+    PyObject *log_post_backward;          /* (module) */
+    PyObject *warn_of_units_cut_off;      /* (module, names) */
+    PyObject *warn_of_units_left_out;     /* (module, names) */
+    PyObject *explain_error;              /* (error, module): said in the exception itself */
+    PyObject *explain_failed_collective;  /* (error, phase, iteration, handle, enqueued): the same */
+};
+
+extern struct callbacks callbacks;
+
+/* Take all of them, by keyword. 0, or -1 with TypeError where one is missing or unknown. */
+int callbacks_bind(PyObject *args, PyObject *kwargs);
+
+/* function(a, b), of which the first NULL ends the arguments, and no result. 0 or -1. */
+int callbacks_tell(PyObject *function, PyObject *a, PyObject *b);
+
+#endif

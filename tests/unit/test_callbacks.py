@@ -1,0 +1,63 @@
+"""What C asks of Python is bound all at once, by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_c import _C
+from fsdp_c.training import tree
+
+NAMES = (
+    "lazy_init",
+    "convert_inputs",
+    "hook_inputs",
+    "tensors_of",
+    "cast_buffers_for_mode",
+    "step_in_backward",
+    "is_in_reentrant_checkpoint",
+    "log_post_backward",
+    "warn_of_units_cut_off",
+    "warn_of_units_left_out",
+    "explain_error",
+    "explain_failed_collective",
+)
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("a refused binding was kept")
+
+
+@pytest.mark.parametrize("missing", NAMES)
+def test_a_missing_callback_is_named(missing: str) -> None:
+    with pytest.raises(TypeError, match=missing):
+        _C.bind_callbacks(**{name: refuse for name in NAMES if name != missing})
+
+
+def test_an_unknown_callback_is_refused() -> None:
+    with pytest.raises(TypeError, match="at most 12"):
+        _C.bind_callbacks(**dict.fromkeys((*NAMES, "other"), refuse))  # type: ignore[arg-type]
+
+
+def test_a_refused_binding_leaves_what_was_bound() -> None:
+    unit = _C.Unit(
+        nn.Identity(),
+        None,
+        name="unit",
+        param_dtype=None,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+        backward_prefetch=0,
+        forward_prefetch=False,
+        limit_all_gathers=False,
+        full_precision_in_eval=False,
+    )
+    with pytest.raises(TypeError):
+        _C.bind_callbacks(**dict.fromkeys((*NAMES, "other"), refuse))  # type: ignore[arg-type]
+    hooked = torch.ones(1, requires_grad=True)
+    seen: list[None] = []
+    hooked.register_hook(lambda _: seen.append(None))
+    unit.register_pre_backward_hooks({1: {2: tree.tensors_of([hooked])[0]}, "set": {hooked}})  # asks for tensors_of
+    hooked.sum().backward()
+    assert seen == [None]
