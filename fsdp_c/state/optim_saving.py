@@ -385,11 +385,11 @@ def _assembled(
 ) -> dict[str, ParamState]:
     state: dict[str, ParamState] = {}
     unmanaged = {known.name: own for known, own in local.items() if known.module is None}
-    scalars = _new_scalars(held, options)
+    scalars = _new_scalars(held)
     for known, one in held.items():
         for fqn in known.fqns:
             found: list[tuple[str, object]] = [(name, values[fqn, name]) for name, _ in one.tensors]
-            found += [(name, next(scalars[dtype, _scalar_device(known, options)])) for name, _, dtype in one.scalars]
+            found += [(name, next(scalars[dtype])) for name, _, dtype in one.scalars]
             found += [(name, copy.deepcopy(value)) for name, value in one.others]
             state[fqn] = dict(sorted(found, key=_first))
     for name, own in unmanaged.items():
@@ -401,24 +401,21 @@ def _first(pair: tuple[str, object]) -> str:
     return pair[0]
 
 
-def _scalar_device(known: OptimParam, options: SaveOptions) -> torch.device:
-    return torch.device("cpu") if options.cpu_offload else known.owner.compute_device
+def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Tensor]]:
+    """By dtype, 0-d tensors in the order of the result: one for each parameter's each scalar (parity 23).
 
-
-def _new_scalars(
-    held: dict[OptimParam, _Held], options: SaveOptions
-) -> dict[tuple[torch.dtype, torch.device], Iterator[Tensor]]:
-    """By dtype and device, 0-d tensors in the order of the result: one for each parameter's each scalar (parity 23)."""
-    values: dict[tuple[torch.dtype, torch.device], list[Number]] = {}
+    They are on the CPU, as in torch: an optimizer that is not capturable counts its steps there.
+    """
+    values: dict[torch.dtype, list[Number]] = {}
     for known, one in held.items():
         for _ in known.fqns:
             for _, value, dtype in one.scalars:
-                values.setdefault((dtype, _scalar_device(known, options)), []).append(value)
-    return {(dtype, device): _scalars(given, dtype, device) for (dtype, device), given in values.items()}
+                values.setdefault(dtype, []).append(value)
+    return {dtype: _scalars(given, dtype) for dtype, given in values.items()}
 
 
-def _scalars(values: Sequence[Number], dtype: torch.dtype, device: torch.device) -> Iterator[Tensor]:
-    together = torch.tensor(values, dtype=dtype, device=device)
+def _scalars(values: Sequence[Number], dtype: torch.dtype) -> Iterator[Tensor]:
+    together = torch.tensor(values, dtype=dtype, device="cpu")
     ranges = [number for index in range(len(values)) for number in (0, index * dtype.itemsize, dtype.itemsize)]
     return iter(join_ranges([together], ranges, [1] * len(values), [together] * len(values), [()] * len(values)))
 

@@ -130,10 +130,15 @@ def test_torchs_optimizer_state_is_ours(rank: int, world_size: int, use_orig_par
     with FSDP.state_dict_type(trained.model, StateDictType.FULL_STATE_DICT, None, settings):
         given, expected = (one.optim_state_dict(trained.model, trained.optimizer) for one in (TorchFSDP, FSDP))
         assert_equal(given, expected)
+        assert devices(given) == devices(expected)
         given, expected = (
             one.optim_state_dict_to_load(trained.model, trained.optimizer, expected) for one in (TorchFSDP, FSDP)
         )
         assert_equal(given, expected)
+
+
+def devices(saved: dict[str, Any]) -> list[torch.device]:
+    return [value.device for state in saved["state"].values() for _, value in sorted(state.items())]
 
 
 def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -141,7 +146,7 @@ def assert_equal(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert given["param_groups"] == expected["param_groups"]
     for key, state in expected["state"].items():
         for name, value in state.items():
-            assert torch.equal(given["state"][key][name], value), (key, name)
+            assert torch.equal(given["state"][key][name].to(value.device), value), (key, name)
 
 
 @on_ranks(2, label="installs")  # refused where other tests have units of torch's alive

@@ -102,13 +102,21 @@ static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<
                                              c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
 }
 
+static size_t needed_nbytes(const Tensor &tensor) {
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                            (size_t)tensor.storage_offset());
+}
+
 /* A tensor may show more than its storage holds once its sizes or its storage were set. */
 static void make_room(const Tensor &tensor) {
-    size_t needed = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                                     (size_t)tensor.storage_offset());
+    size_t needed = needed_nbytes(tensor);
     if (tensor.numel() && needed > tensor.storage().nbytes()) {
         resize_storage(tensor.storage().unsafeGetStorageImpl(), needed);
     }
+}
+
+static bool has_memory(const Tensor &tensor) {
+    return !tensor.numel() || tensor.storage().nbytes() >= needed_nbytes(tensor);
 }
 
 static const Tensor &resize_(const Tensor &self, IntArrayRef size, std::optional<at::MemoryFormat> format) {
@@ -472,6 +480,8 @@ class device_call {
             return tensor;
         }
         if (is_access) {
+            TORCH_CHECK(has_memory(tensor), "CUDA error: an illegal memory access was encountered (", schema.name(),
+                        " uses a tensor whose storage was freed)");
             accesses.push_back({tensor, how});
             count_bytes(tensor, how, is_replaced);
         }
