@@ -9,6 +9,7 @@ were given: a FullyShardedDataParallel, a FlatParamHandle.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from os import PathLike
 from typing import Any, TypeVar, final
 
 import torch
@@ -350,6 +351,13 @@ def open_ledger(path: str, rank: int, world_size: int, /) -> None:
     """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
 
     On SIGUSR1 the same goes to stderr, unless that signal is handled already. OSError where the file cannot be made.
+    """
+
+def read_ledger(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str]:
+    """(rank, world size, process, step, phase, unit, failed, host) of a rank's file; see tools.flight_recorder.Entry.
+
+    Where the rank is between steps after a collective has failed, phase and unit are those of the failure. OSError
+    where the file cannot be read, ValueError for another kind of file.
     """
 
 def close_ledger() -> None:

@@ -46,7 +46,6 @@ from fsdp_c.state.full_params import iter_full_params as iter_full_params
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import plan as plan
 from fsdp_c.tools.summary import summary as summary
-from fsdp_c.training import tree
 from fsdp_c.training.forward_methods import register_forward_method as register_forward_method
 
 __all__ = [
@@ -73,7 +72,7 @@ _BESIDE_TORCHS = (  # what users use besides; submodules once they are imported
     "summary api checkpoint debug optim wrap"
 ).split()
 
-_ALIASES = {  # modules under the names by which programs, pickles and C know them
+_ALIASES = {  # second names of modules, which libraries, pickles and programs use
     "_common_utils": _common_utils,
     "_flat_param": _flat_param,
     "_fsdp_extensions": _fsdp_extensions,
@@ -84,7 +83,6 @@ _ALIASES = {  # modules under the names by which programs, pickles and C know th
     "_wrap_utils": _wrap_utils,
     "flat_param": flat_param,
     "ledger": flight_recorder,
-    "tree": tree,
 }
 globals().update(_ALIASES)
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ALIASES.items()})

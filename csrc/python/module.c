@@ -106,6 +106,28 @@ static PyObject *open_ledger(PyObject *self, PyObject *args) {
     return result < 0 ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
 }
 
+static PyObject *decoded(const char *text) {
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
+}
+
+static PyObject *read_ledger(PyObject *self, PyObject *argument) {
+    (void)self;
+    PyObject *path = NULL;
+    if (!PyUnicode_FSConverter(argument, &path))
+        return NULL;
+    struct ledger_page page = {.rank = 0};
+    char name[LEDGER_NAME_NBYTES];
+    int result = ledger_read(PyBytes_AsString(path), &page, name);
+    Py_DECREF(path);
+    if (result < 0)
+        return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
+    if (result > 0)
+        return PyErr_Format(PyExc_ValueError, "%S is no ledger", argument);
+    return Py_BuildValue("(LLLKKNNN)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
+                         (unsigned long long)page.step, (unsigned long long)(ledger_place(&page) >> 32), decoded(name),
+                         PyBool_FromLong(page.failed != 0), decoded(page.host));
+}
+
 static PyObject *close_ledger(PyObject *self, PyObject *unused) {
     (void)self;
     (void)unused;
@@ -157,6 +179,7 @@ static PyMethodDef functions[] = {
     {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
     {"watch_gradients", watch_gradients, METH_O, NULL},
     {"open_ledger", open_ledger, METH_VARARGS, NULL},
+    {"read_ledger", read_ledger, METH_O, NULL},
     {"close_ledger", close_ledger, METH_NOARGS, NULL},
     {"add_ledger_name", add_ledger_name, METH_VARARGS, NULL},
     {"enter_ledger_phase", enter_ledger_phase, METH_VARARGS, NULL},

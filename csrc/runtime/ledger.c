@@ -11,6 +11,7 @@
 
 struct ledger_page *ledger;
 
+static const char MAGIC[8] = {'F', 'S', 'D', 'P', 'C', 'L', 'G', '1'};
 enum { LEDGER_NBYTES = LEDGER_HEADER_NBYTES + LEDGER_CAPACITY * LEDGER_NAME_NBYTES };
 
 static char *name_of(struct ledger_page *page, int64_t unit) {
@@ -115,7 +116,7 @@ int ledger_open(const char *path, int64_t rank, int64_t world_size) {
     page->world_size = world_size;
     page->pid = getpid();
     gethostname(page->host, sizeof page->host - 1);
-    memcpy(page->magic, "FSDPCLG1", sizeof page->magic);
+    memcpy(page->magic, MAGIC, sizeof MAGIC);
     ledger_close();
     ledger = page;
     return dump_on_signal();
@@ -134,4 +135,30 @@ int32_t ledger_add_name(const char *name) {
         return -1;
     snprintf(name_of(ledger, ledger->num_names), LEDGER_NAME_NBYTES, "%s", name);
     return (int32_t)ledger->num_names++;
+}
+
+/* ---- reading ---- */
+
+static int read_at_unit(int descriptor, struct ledger_page *page, char name[LEDGER_NAME_NBYTES]) {
+    ssize_t got = pread(descriptor, page, sizeof *page, 0);
+    if (got != (ssize_t)sizeof *page || memcmp(page->magic, MAGIC, sizeof MAGIC))
+        return got < 0 ? -1 : 1;
+    int64_t unit = (int32_t)(uint32_t)ledger_place(page);
+    if (unit < 0 || unit >= page->num_names || unit >= LEDGER_CAPACITY)
+        return 0;
+    got = pread(descriptor, name, LEDGER_NAME_NBYTES - 1, LEDGER_HEADER_NBYTES + unit * LEDGER_NAME_NBYTES);
+    return got < 0 ? -1 : 0;
+}
+
+int ledger_read(const char *path, struct ledger_page *page, char name[LEDGER_NAME_NBYTES]) {
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    if (descriptor < 0)
+        return -1;
+    memset(name, 0, LEDGER_NAME_NBYTES);
+    int result = read_at_unit(descriptor, page, name);
+    int saved_errno = errno;
+    close(descriptor);
+    errno = saved_errno;
+    page->host[sizeof page->host - 1] = '\0';
+    return result;
 }

@@ -39,6 +39,15 @@ int ledger_open(const char *path, int64_t rank, int64_t world_size);
 void ledger_close(void);
 int32_t ledger_add_name(const char *name); /* the unit's index, or -1 where no ledger is open or it is full */
 
+/* Read another process's file: its page, and the name of the unit at ledger_place(), "" where it has none. 0, -1 with errno, or
+ * 1 for a file that is no ledger. */
+int ledger_read(const char *path, struct ledger_page *page, char name[LEDGER_NAME_NBYTES]);
+
+/* Where the rank is; between steps, where a collective failed before. */
+static inline uint64_t ledger_place(const struct ledger_page *page) {
+    return page->place ? page->place : page->failed;
+}
+
 /* Returns the place that was left, for ledger_leave. */
 static inline uint64_t ledger_enter(int32_t unit, enum ledger_phase phase) {
     if (!ledger)

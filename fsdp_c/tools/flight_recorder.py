@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import struct
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -26,10 +25,6 @@ from fsdp_c.sharding.sharded_module import ShardedModule
 from fsdp_c.sharding.traversal import clean_path
 
 VARIABLE = "FSDP_C_LEDGER"
-_HEADER = struct.Struct("=8s4q3Q64s")  # struct ledger_page of csrc/runtime/ledger.h
-_MAGIC = b"FSDPCLG1"
-_HEADER_NBYTES = 4096
-_NAME_NBYTES = 128
 _PHASES = (  # enum ledger_phase: what one rank does, and several
     ("is between steps", "are between steps"),
     ("is in the forward of {}", "are in the forward of {}"),
@@ -117,16 +112,9 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
 
 
 def _read_one(path: Path) -> Entry:
-    with path.open("rb") as file:  # reads no more than it reports: there may be many units and many ranks
-        header = file.read(_HEADER_NBYTES)
-        if len(header) < _HEADER_NBYTES or not header.startswith(_MAGIC):
-            raise ValueError(f"{path} is no ledger")
-        _, rank, world_size, pid, count, step, place, failed, host = _HEADER.unpack_from(header)
-        here = place or failed
-        unit = _read_name(file, here & 0xFFFFFFFF, count)
-    local = host.rstrip(b"\0").decode(errors="replace") == socket.gethostname()
-    process = _process_state(pid) if local else ""
-    return Entry(rank, world_size, step, here >> 32, unit, bool(failed), process)
+    rank, world_size, pid, step, phase, unit, failed, host = _C.read_ledger(path)
+    process = _process_state(pid) if host == socket.gethostname() else ""
+    return Entry(rank, world_size, step, phase, unit or "a unit without a name", failed, process)
 
 
 def _process_state(pid: int) -> str:
@@ -135,13 +123,6 @@ def _process_state(pid: int) -> str:
     except OSError:
         state = "X"
     return _PROCESS_STATES.get(state, "")
-
-
-def _read_name(file: BinaryIO, index: int, count: int) -> str:
-    if index >= count:
-        return "a unit without a name"
-    file.seek(_HEADER_NBYTES + index * _NAME_NBYTES)
-    return file.read(_NAME_NBYTES).partition(b"\0")[0].decode(errors="replace")
 
 
 def describe(entries: Sequence[Entry]) -> str:
