@@ -7,7 +7,7 @@
 #include "python/types.h"
 #include "runtime/callbacks.h"
 #include "runtime/hook.h"
-#include "runtime/replaced.h"
+#include "runtime/operations.h"
 #include "runtime/watch.h"
 #include "torch/buffer.h"
 #include "torch/kernel_library.h"
@@ -45,7 +45,7 @@ static PyObject *replace(PyObject *self, PyObject *args) {
     const char *name;
     PyObject *function;
     (void)self;
-    return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(replaced_set(name, function)) : NULL;
+    return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(operations_replace(name, function)) : NULL;
 }
 
 static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs) {

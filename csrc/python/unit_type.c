@@ -118,9 +118,8 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
 }
 
 static PyObject *register_post_backward_hook(PyObject *self, PyObject *unused) {
-    struct unit *unit = inside(self);
     (void)unused;
-    return none_or_error(unit->handle ? unit_register_post_backward_hook(unit) : 0);
+    return none_or_error(unit_register_post_backward_hook(inside(self)));
 }
 
 static PyObject *register_pre_backward_hooks(PyObject *self, PyObject *outputs) {

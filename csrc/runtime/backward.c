@@ -1,6 +1,6 @@
 /* A unit in backward: what its hooks do (D-050 to D-088). */
 #include "runtime/callbacks.h"
-#include "runtime/replaced.h"
+#include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "runtime/watch.h"
 #include "torch/names.h"
@@ -10,8 +10,7 @@
 
 static int prefetch_before_backward(struct unit *unit) {
     PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_backward_prefetch");
-    bool wanted = unit->backward_prefetch == PREFETCH_BACKWARD_PRE || replaced[REPLACED_GET_HANDLE_TO_PREFETCH];
-    int result = wanted ? order_prefetch_backward(unit) : 0;
+    int result = operations.prefetch(unit, USE_BACKWARD_PRE);
     profile_end(range);
     return result;
 }
@@ -77,8 +76,7 @@ static int reshard_in_backward(struct unit *unit) {
 
 static int prefetch_after_backward(struct unit *unit) {
     PyObject *range = profile_begin_inner("FullyShardedDataParallel._post_backward_prefetch");
-    bool wanted = unit->backward_prefetch == PREFETCH_BACKWARD_POST || replaced[REPLACED_GET_HANDLE_TO_PREFETCH];
-    int result = wanted ? order_prefetch_backward(unit) : 0;
+    int result = operations.prefetch(unit, USE_BACKWARD_POST);
     profile_end(range);
     return result;
 }
@@ -87,29 +85,24 @@ int unit_post_backward_reshard(struct unit *unit) {
     return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
 }
 
-static int free_and_prefetch(struct unit *unit) {
-    return replaced[REPLACED_POST_BACKWARD_RESHARD] ? replaced_post_backward_reshard(unit)
-                                                    : unit_post_backward_reshard(unit);
-}
-
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || watch_unit(unit, Py_None) < 0 || schedule_pack(unit) < 0)
         return -1;
-    if (free_and_prefetch(unit) < 0)
+    if (operations.post_backward_reshard(unit) < 0)
         return -1;
     return runtime_reduce(runtime, unit);
 }
 
 static int keep_unsharded(struct unit *unit) {
-    return gradients_accumulate_unsharded(&unit->handle->gradients) < 0 ? -1 : free_and_prefetch(unit);
+    return gradients_accumulate_unsharded(&unit->handle->gradients) < 0 ? -1 : operations.post_backward_reshard(unit);
 }
 
 /* A hook of the user's has set the flat parameter's `.grad` to None. */
 static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!unit->sync_gradients || !handle->param.sharded || handle->gradients.saved_shard)
-        return free_and_prefetch(unit);
+        return operations.post_backward_reshard(unit);
     PyErr_Format(
         PyExc_AssertionError,
         "rank %lld, unit %S: a hook of its flat parameter has set .grad to None before the gradient was reduced, "
@@ -159,7 +152,7 @@ int unit_reshard_only(struct unit *unit) {
     PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook_reshard_only");
     int result = handle_set_training_state(unit->handle, USE_BACKWARD_POST);
     if (!result)
-        result = free_and_prefetch(unit);
+        result = operations.post_backward_reshard(unit);
     profile_end(range);
     return result;
 }

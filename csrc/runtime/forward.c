@@ -1,6 +1,6 @@
 /* A unit's forward, from the root's pre-forward to its post-forward. */
 #include "runtime/callbacks.h"
-#include "runtime/replaced.h"
+#include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 #include "torch/profile.h"
@@ -28,18 +28,12 @@ static bool recomputing(const struct unit *unit) {
 }
 
 int unit_register_post_backward_hook(struct unit *unit) {
+    if (!unit->handle)
+        return 0;
     int trainable = is_trainable(unit->handle);
     if (trainable < 0)
         return -1;
     return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
-}
-
-static int register_post_backward_hook(struct unit *unit) {
-    if (!replaced[REPLACED_REGISTER_POST_BACKWARD_HOOK])
-        return unit->handle ? unit_register_post_backward_hook(unit) : 0;
-    if (unit->handle && unit_detach_views(unit) < 0)
-        return -1;
-    return replaced_register_post_backward_hook(unit);
 }
 
 static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
@@ -71,7 +65,10 @@ static int unshard_for_forward(struct unit *unit) {
         return -1;
     ledger_leave(place);
     order_place_set_prefetched(&unit->place, false);
-    return order_prefetch_forward(unit);
+    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward_prefetch");
+    int result = operations.prefetch(unit, USE_FORWARD);
+    profile_end(range);
+    return result;
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
@@ -79,7 +76,7 @@ static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
         return -1;
     if (unit->handle && unshard_for_forward(unit) < 0)
         return -1;
-    if (unit_convert_inputs(unit, args, kwargs) < 0 || register_post_backward_hook(unit) < 0)
+    if (unit_convert_inputs(unit, args, kwargs) < 0 || operations.register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
@@ -117,16 +114,10 @@ static int reshard_after_forward(struct unit *unit) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
-/* `output` is replaced only where the registration is. */
-static int register_pre_backward_hooks(struct unit *unit, PyObject **output) {
-    if (!replaced[REPLACED_REGISTER_PRE_BACKWARD_HOOKS])
-        return unit_register_pre_backward_hooks(unit, *output);
-    unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    return replaced_register_pre_backward_hooks(unit, output);
-}
-
+/* *output are replaced only where the registration of hooks is. */
 static int post_forward(struct unit *unit, PyObject **output) {
-    if (register_pre_backward_hooks(unit, output) < 0)
+    unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
+    if (operations.register_pre_backward_hooks(unit, output) < 0)
         return -1;
     if (unit->handle && reshard_after_forward(unit) < 0)
         return -1;

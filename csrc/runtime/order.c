@@ -1,7 +1,5 @@
 /* Execution order and prefetch (D-110 to D-116). */
-#include "runtime/replaced.h"
 #include "runtime/runtime.h"
-#include "torch/profile.h"
 
 /* ---- of a root ---- */
 
@@ -118,49 +116,19 @@ struct unit *order_next(const struct unit *unit, enum training_state state) {
     return NULL;
 }
 
-static int prefetch(struct unit *candidate, int (*choose_precision)(struct unit *)) {
-    if (choose_precision(candidate) < 0 || schedule_unshard(candidate) < 0)
+int order_gather_ahead(struct unit *candidate, enum training_state state) {
+    if (!can_prefetch(candidate))
+        return 0;
+    int chosen = state == USE_FORWARD ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
+    if (chosen < 0 || schedule_unshard(candidate) < 0)
         return -1;
     order_place_set_prefetched(&candidate->place, true);
     return 0;
 }
 
-/* What the replacement of _get_handle_to_prefetch chooses, instead. */
-static int prefetch_chosen(struct unit *unit, int (*choose_precision)(struct unit *), int64_t limit) {
-    for (int64_t i = 0; i < limit; i++) {
-        struct unit *chosen;
-        if (replaced_get_handle_to_prefetch(unit, &chosen) < 0)
-            return -1;
-        if (!chosen)
-            return 0;
-        if (can_prefetch(chosen) && prefetch(chosen, choose_precision) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-static int prefetch_forward(struct unit *unit) {
-    if (replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return prefetch_chosen(unit, unit_precision_for_forward, unit->runtime->order.forward_prefetch_limit);
-    for (struct unit *next; (next = next_forward(unit)) != NULL;)
-        if (prefetch(next, unit_precision_for_forward) < 0)
-            return -1;
-    return 0;
-}
-
-int order_prefetch_forward(struct unit *unit) {
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward_prefetch");
-    bool wanted = unit->forward_prefetch || replaced[REPLACED_GET_HANDLE_TO_PREFETCH];
-    int result = wanted ? prefetch_forward(unit) : 0;
-    profile_end(range);
-    return result;
-}
-
-int order_prefetch_backward(struct unit *unit) {
-    if (replaced[REPLACED_GET_HANDLE_TO_PREFETCH])
-        return prefetch_chosen(unit, unit_precision_for_backward, unit->runtime->order.backward_prefetch_limit);
-    for (struct unit *next; (next = next_backward(unit)) != NULL;)
-        if (prefetch(next, unit_precision_for_backward) < 0)
+int order_prefetch(struct unit *unit, enum training_state state) {
+    for (struct unit *next; (next = order_next(unit, state)) != NULL;)
+        if (order_gather_ahead(next, state) < 0)
             return -1;
     return 0;
 }

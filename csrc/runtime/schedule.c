@@ -1,7 +1,7 @@
 #include "runtime/schedule.h"
 
 #include "runtime/callbacks.h"
-#include "runtime/replaced.h"
+#include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/profile.h"
 
@@ -181,8 +181,8 @@ static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqu
 /* ---- unshard and reshard ---- */
 
 /* The shard is the whole, where computation is: nothing is enqueued. */
-static bool is_there(const struct unit *unit) {
-    return unit->handle->storage.copy->is_local && !replaced[REPLACED_UNSHARD];
+bool schedule_is_there(const struct unit *unit) {
+    return unit->handle->storage.copy->is_local;
 }
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
@@ -214,9 +214,7 @@ static int make_input(struct unit *unit) {
     return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
 }
 
-static int prepare_gather(struct unit *unit) {
-    if (replaced[REPLACED_UNSHARD])
-        return 0;
+int schedule_prepare_gather(struct unit *unit) {
     return take_changes(unit) < 0 ? -1 : make_input(unit);
 }
 
@@ -226,9 +224,7 @@ static int retire_input(struct unit *unit) {
     return input && streams_are_real(&schedule->streams) ? deferred_free_add(&schedule->inputs, input) : 0;
 }
 
-static int gather(struct unit *unit) {
-    if (replaced[REPLACED_UNSHARD])
-        return replaced_unshard(unit);
+int schedule_gather(struct unit *unit) {
     return handle_unshard_enqueue(unit->handle) < 0 ? -1 : retire_input(unit);
 }
 
@@ -237,13 +233,13 @@ int schedule_unshard(struct unit *unit) {
     struct streams *streams = &schedule->streams;
     if (unit->handle->storage.param_state != PARAM_SHARDED)
         return edits_check_views(&unit->handle->edits);
-    if (is_there(unit))
+    if (operations.is_there(unit))
         return handle_unshard_enqueue(unit->handle);
-    if (prepare_gather(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
+    if (operations.prepare_gather(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
         handle_free_unshard(unit->handle);
         return -1;
     }
-    int result = gather(unit);
+    int result = operations.gather(unit);
     if (result < 0)
         explain_failure(unit, gather_phase(unit), false);
     else
@@ -265,11 +261,9 @@ int schedule_reshard(struct unit *unit, bool free_storage) {
     bool held = unit->handle->storage.param_state != PARAM_SHARDED;
     if (schedule_wait_unsharded(unit) < 0) /* gathered ahead for nothing */
         return -1;
-    if (replaced[REPLACED_RESHARD] && replaced_reshard(unit, free_storage) < 0)
+    if (operations.reshard(unit, free_storage) < 0)
         return -1;
-    if (storage_reshard(&unit->handle->storage, free_storage) < 0)
-        return -1;
-    return held && free_storage && !is_there(unit) ? limiter_note_free(schedule) : 0;
+    return held && free_storage && !operations.is_there(unit) ? limiter_note_free(schedule) : 0;
 }
 
 /* ---- packing ---- */

@@ -69,6 +69,10 @@ int schedule_begin_step(struct schedule *schedule); /* a gather of this step see
 int schedule_unshard(struct unit *unit);            /* enqueue the all-gather, after the limiter */
 int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it */
 int schedule_reshard(struct unit *unit, bool free_storage);
+/* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
+bool schedule_is_there(const struct unit *unit);
+int schedule_prepare_gather(struct unit *unit);
+int schedule_gather(struct unit *unit);
 int schedule_pack(struct unit *unit);   /* its gradients become what is reduced */
 int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);

@@ -1,0 +1,40 @@
+/* The operations of a step that outside code may put a function of its own in the place of (H-016, H-025). A step calls each through
+ * this table alone. They are called where upstream calls them, with upstream's arguments; what such a function wraps are fsdp_c's
+ * functions of the same names.
+ *
+ * Invariant: an entry is the runtime's own, or one that calls what was put in its place. */
+#ifndef FSDP_RUNTIME_OPERATIONS_H
+#define FSDP_RUNTIME_OPERATIONS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdbool.h>
+
+#include "handle/training_state.h"
+
+struct unit;
+
+/* 0 or -1, where nothing else is said. */
+struct operations {
+    /* FlatParamHandle.unshard(handle), which comes with all that a gather needs before it */
+    bool (*is_there)(const struct unit *unit); /* is there nothing to enqueue? */
+    int (*prepare_gather)(struct unit *unit);
+    int (*gather)(struct unit *unit);
+    /* _runtime_utils._reshard(state, handle, free_unsharded_flat_param) */
+    int (*reshard)(struct unit *unit, bool free_storage);
+    /* _runtime_utils._post_backward_reshard(state, handle) */
+    int (*post_backward_reshard)(struct unit *unit);
+    /* _runtime_utils._get_handle_to_prefetch(state, handle): gather ahead what it returns, a handle or None */
+    int (*prefetch)(struct unit *unit, enum training_state state);
+    /* ..._register_pre_backward_hooks(state, module, outputs, handle): *outputs become those returned */
+    int (*register_pre_backward_hooks)(struct unit *unit, PyObject **outputs);
+    /* ..._register_post_backward_hook(state, handle) */
+    int (*register_post_backward_hook)(struct unit *unit);
+};
+
+extern struct operations operations;
+
+/* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for another name. */
+int operations_replace(const char *name, PyObject *function);
+
+#endif

@@ -1,0 +1,126 @@
+/* The ops over lists of tensors: norms, scaling, checksums. */
+#include "torch/op_call.h"
+#include "torch/tensor.h"
+
+#include <inttypes.h>
+
+/* Views and sizes of contiguous tensors, in two arrays that the caller owns. */
+static void read_all(struct op_call *call, const struct op_list *list, struct tensor_view *views, int64_t *numels) {
+    for (size_t i = 0; i < list->count; i++) {
+        struct op_operand operand;
+        op_call_read_contiguous(call, &operand, op_tensor(list->items[i]), "each of tensors");
+        views[i] = operand.view;
+        numels[i] = operand.numel;
+    }
+}
+
+/* fsdp_c::norms: one p-norm per tensor, in float64 for float64 tensors and in float32 for all others. */
+void op_norms(StableIValue *stack, struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+    OP_OWNED_MEMORY struct tensor_view *views = NULL;
+    OP_OWNED_MEMORY int64_t *numels = NULL;
+    OP_OWNED output = NULL;
+    op_read_list(&tensors);
+    double p = op_float(stack[1]);
+    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
+    views = op_alloc(tensors.count, sizeof *views);
+    numels = op_alloc(tensors.count, sizeof *numels);
+    read_all(call, &tensors, views, numels);
+    for (size_t i = 1; i < tensors.count; i++) {
+        OP_CHECK((views[i].dtype == DTYPE_FLOAT64) == (views[0].dtype == DTYPE_FLOAT64),
+                 "%s: float64 tensors cannot be mixed with others", call->name);
+    }
+    struct op_operand like = {0};
+    op_read_operand(&like, op_tensor(tensors.items[0]));
+    int64_t count = (int64_t)tensors.count;
+    bool is_double = views[0].dtype == DTYPE_FLOAT64;
+    output = op_empty(1, &count,
+                      is_double ? torch_abi.aoti_torch_dtype_float64() : torch_abi.aoti_torch_dtype_float32(), &like);
+    if (!call->is_meta) {
+        struct op_operand result;
+        op_read_operand(&result, output);
+        OP_OWNED scratch = NULL;
+        void *memory = NULL;
+        int64_t nbytes = op_call_kernels(call)->norms_scratch_nbytes(numels, count);
+        if (nbytes) {
+            int64_t scratch_numel = (nbytes + (int64_t)sizeof(double) - 1) / (int64_t)sizeof(double);
+            scratch = op_empty(1, &scratch_numel, torch_abi.aoti_torch_dtype_float64(), &like);
+            OP_CALL(torch_abi.aoti_torch_get_data_ptr(scratch, &memory));
+        }
+        op_call_check(call, op_call_kernels(call)->norms(result.view.data, views, numels, count, p, memory,
+                                                         tensor_kernel_stream(&result.view)));
+    }
+    stack[0] = op_give(&output);
+}
+
+/* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */
+void op_clip(StableIValue *stack, struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+    OP_OWNED scalar = op_tensor(stack[1]);
+    OP_OWNED_MEMORY struct tensor_view *views = NULL;
+    OP_OWNED_MEMORY int64_t *numels = NULL;
+    op_read_list(&tensors);
+    struct op_operand factor;
+    op_call_read(call, &factor, scalar, "coefficient");
+    OP_CHECK(factor.numel == 1, "%s: coefficient must have one element, not %" PRId64, call->name, factor.numel);
+    views = op_alloc(tensors.count, sizeof *views);
+    numels = op_alloc(tensors.count, sizeof *numels);
+    read_all(call, &tensors, views, numels);
+    if (!call->is_meta) {
+        const struct kernel_stream *stream = tensor_kernel_stream(&factor.view);
+        op_call_check(call, op_call_kernels(call)->scale(views, numels, (int64_t)tensors.count, factor.view.data,
+                                                         factor.view.dtype, stream));
+    }
+}
+
+/* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
+void op_unscale(StableIValue *stack, struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+    OP_OWNED found = op_tensor(stack[1]);
+    OP_OWNED inverse = op_tensor(stack[2]);
+    OP_OWNED_MEMORY struct tensor_view *views = NULL;
+    OP_OWNED_MEMORY int64_t *numels = NULL;
+    op_read_list(&tensors);
+    struct op_operand found_inf;
+    struct op_operand inverse_scale;
+    float *found_number = op_call_read_number(call, &found_inf, found, "found_inf");
+    const float *factor = op_call_read_number(call, &inverse_scale, inverse, "inverse_scale");
+    views = op_alloc(tensors.count, sizeof *views);
+    numels = op_alloc(tensors.count, sizeof *numels);
+    read_all(call, &tensors, views, numels);
+    if (!call->is_meta) {
+        op_call_check(call, op_call_kernels(call)->unscale(views, numels, (int64_t)tensors.count, factor, found_number,
+                                                           tensor_kernel_stream(&found_inf.view)));
+    }
+}
+
+/* Bytes of a contiguous tensor of any dtype. */
+static struct byte_range read_bytes(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor) {
+    op_call_read_memory(call, operand, tensor, "each of tensors");
+    OP_CHECK(operand->is_contiguous, "%s: each of tensors must be contiguous", call->name);
+    int64_t element_nbytes = (int64_t)torch_abi.aoti_torch_dtype_element_size(operand->dtype_code);
+    return (struct byte_range){operand->view.data, operand->numel * element_nbytes};
+}
+
+/* fsdp_c::checksums: 64 bits over the memory of each tensor, as int64 on its device, and the same on any. */
+void op_checksums(StableIValue *stack, struct op_call *call) {
+    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
+    OP_OWNED_MEMORY struct byte_range *ranges = NULL;
+    OP_OWNED output = NULL;
+    struct op_operand operand = {0};
+    op_read_list(&tensors);
+    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
+    ranges = op_alloc(tensors.count, sizeof *ranges);
+    for (size_t i = 0; i < tensors.count; i++) {
+        ranges[i] = read_bytes(call, &operand, op_tensor(tensors.items[i]));
+    }
+    int64_t count = (int64_t)tensors.count;
+    output = op_empty(1, &count, torch_abi.aoti_torch_dtype_int64(), &operand);
+    if (!call->is_meta) {
+        struct op_operand result;
+        op_read_operand(&result, output);
+        op_call_check(call, op_call_kernels(call)->checksums(result.view.data, ranges, count,
+                                                             tensor_kernel_stream(&operand.view)));
+    }
+    stack[0] = op_give(&output);
+}
