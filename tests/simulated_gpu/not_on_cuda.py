@@ -12,6 +12,7 @@ NO_SPARSE = "the simulated GPU has no sparse tensors"
 FORKED = "a forked process has no GPU"
 NO_PHILOX = "a generator of the simulated GPU has the CPU's state, in which DTensor finds no offset"
 PLACES = "where a group has gloo beside NCCL, torch says that shards on a GPU are on the CPU"
+NO_COPY = "torch's own cannot copy a ShardedTensor that requires a gradient to the CPU"
 CPU_BACKEND = "its process group is of the CPU alone"
 
 REASONS: dict[str, dict[str, str]] = {
@@ -48,11 +49,17 @@ REASONS: dict[str, dict[str, str]] = {
         "test_training_is_bitwise_that_without_offload": OTHER_ROUNDING,
     },
     "tests/distributed/test_sharded_grad_scaler.py": {
+        "test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check": NO_SPARSE,
         "test_new_scale_is_taken[tensor]": "torch.cuda.FloatTensor is a type of a torch built with CUDA",
     },
     "tests/distributed/test_sharded_state_dict.py": {
         "test_sharded_values_and_their_metadata_equal_torchs[True-False-False]": PLACES,
         "test_sharded_values_and_their_metadata_equal_torchs[False-False-False]": PLACES,
+        "test_sharded_values_and_their_metadata_equal_torchs[True-False-True]": PLACES,
+        "test_sharded_values_and_their_metadata_equal_torchs[False-False-True]": PLACES,
+        "test_mixed_precision_saves_parameters_and_buffers_in_their_own_dtype": PLACES,
+        "test_local_dict_equals_torchs[True-True]": NO_COPY,
+        "test_local_dict_equals_torchs[False-True]": NO_COPY,
     },
     "tests/distributed/test_tensor_parallel.py": {
         "test_meta_module_is_initialised_after_it_was_parallelized": NO_PHILOX,
