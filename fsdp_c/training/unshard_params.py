@@ -26,14 +26,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show full parameters, in original precision, of all units in ``module``; of ``module`` alone without ``recurse``.
-
-    Collective over each unit's group. At exit ``writeback`` keeps this rank's part of any edit; where nothing is
-    sharded edits persist in any case. Under ``rank0_only`` only rank 0 of a unit's group sees full parameters.
-    ``with_grads`` shows full gradients too (use_orig_params only). Forwards inside compute with what is shown, under
-    ``torch.no_grad()``: no backward could follow them. Raises NotImplementedError for combinations that
-    have no meaning, AssertionError during forward, backward or another ``summon_full_params``.
-    """
+    """See FullyShardedDataParallel.summon_full_params."""
     if recurse:
         fsdp_modules = units_of(module)
     else:
