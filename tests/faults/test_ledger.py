@@ -196,6 +196,27 @@ def test_the_ledger_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> No
     assert places(tmp_path) == ["rank 0 is saving a checkpoint (step 0, the process has ended)"]
 
 
+READ = """
+import sys
+from fsdp_c import _C
+_C.open_ledger(sys.argv[1], 3, 8)
+_C.add_ledger_name("\u00e4" * 100)
+print(ascii(_C.read_ledger(sys.argv[1])[3:7]))
+place = _C.enter_ledger_phase(_C.LEDGER_SAVE)
+_C.note_ledger_failure()
+_C.leave_ledger_phase(place)
+print(_C.read_ledger(sys.argv[1])[3:7])
+"""
+
+
+def test_a_name_cut_amid_a_character_is_read_and_a_failure_stays_when_its_place_is_left(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", READ, str(tmp_path / "rank00003.ledger")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    cut = r"\xe4" * 63 + r"\ufffd"
+    assert done.stdout.splitlines() == [f"(0, 0, '{cut}', False)", "(0, 6, '', True)"], done.stderr
+    assert places(tmp_path) == ["rank 3 is saving a checkpoint (step 0, its collective failed, the process has ended)"]
+
+
 def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
     process = subprocess.Popen(["sleep", "60"])
     seen = [flight_recorder._process_state(process.pid)]
