@@ -14,8 +14,10 @@
             abort();                                                                                                   \
         }                                                                                                              \
     } while (0)
+#define CHECKED(check) check /* a call of a component's `..._check()` */
 #else
 #define INVARIANT(condition) ((void)0)
+#define CHECKED(check)       ((void)0)
 #endif
 
 #endif

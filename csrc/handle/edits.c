@@ -12,20 +12,6 @@ void edits_bind(struct edits *edits, const struct flat_param *param, const struc
     edits->use = use;
 }
 
-void edits_set_taken(struct edits *edits, bool taken) {
-    edits->taken = taken;
-}
-
-void edits_note_copied(struct edits *edits) {
-    edits->copied = true;
-}
-
-bool edits_take_copied(struct edits *edits) {
-    bool copied = edits->copied;
-    edits->copied = false;
-    return copied;
-}
-
 /* ---- original parameters ---- */
 
 static const char *expected_data(const struct edits *edits, int64_t param) {

@@ -25,9 +25,20 @@ struct edits {
 void edits_bind(struct edits *edits, const struct flat_param *param, const struct storage *storage,
                 const struct slots *slots, struct gradients *gradients, const enum training_state *use);
 
-void edits_set_taken(struct edits *edits, bool taken);
-void edits_note_copied(struct edits *edits);
-bool edits_take_copied(struct edits *edits); /* were some copied since the last call? */
+static inline void edits_set_taken(struct edits *edits, bool taken) {
+    edits->taken = taken;
+}
+
+static inline void edits_note_copied(struct edits *edits) {
+    edits->copied = true;
+}
+
+/* Were some copied since the last call? */
+static inline bool edits_take_copied(struct edits *edits) {
+    bool copied = edits->copied;
+    edits->copied = false;
+    return copied;
+}
 
 /* edits.c. 0 or -1 */
 int edits_take_over_params(struct edits *edits); /* sharded parameters go into the shard that they were shown from */

@@ -23,7 +23,7 @@ int gradients_set_kind(struct gradients *gradients, enum grad_kind kind) {
         return -1;
     }
     gradients->kind = kind;
-    gradients_check(gradients);
+    CHECKED(gradients_check(gradients));
     return 0;
 }
 

@@ -3,6 +3,8 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
+#include "base/check.h"
+
 int handle_init_shard(struct handle *handle) {
     handle->ready = false;
     if (storage_read_shard(&handle->storage) < 0)
@@ -19,7 +21,7 @@ int handle_lazy_init(struct handle *handle) {
     if (gradients_lazy_init(&handle->gradients) < 0)
         return -1;
     handle->ready = true;
-    handle_check(handle);
+    CHECKED(handle_check(handle));
     return published_storage(&handle->published, &handle->storage);
 }
 

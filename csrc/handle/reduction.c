@@ -3,6 +3,8 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
+#include "base/check.h"
+
 /* ---- reduction ---- */
 
 /* A hybrid strategy whose shard group has one rank is NO_SHARD over its replicas. */
@@ -48,7 +50,7 @@ int gradients_reduce_enqueue(struct gradients *gradients) {
         gradients->work = enqueue(gradients);
     if (!gradients->work || storage_wait_in_stream(gradients->storage, &gradients->work) < 0)
         return -1;
-    gradients_check(gradients);
+    CHECKED(gradients_check(gradients));
     return 0;
 }
 

@@ -23,7 +23,7 @@ int slots_set_shown(struct slots *slots, enum shown shown) {
         return -1;
     }
     slots->shown = shown;
-    slots_check(slots);
+    CHECKED(slots_check(slots));
     return 0;
 }
 

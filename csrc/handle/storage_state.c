@@ -20,7 +20,7 @@ int storage_set_state(struct storage *storage, enum param_state state) {
         return -1;
     }
     storage->param_state = state;
-    storage_check(storage);
+    CHECKED(storage_check(storage));
     return 0;
 }
 

@@ -2,7 +2,6 @@
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
-#include "runtime/watch.h"
 #include "torch/names.h"
 #include "torch/profile.h"
 
@@ -87,7 +86,7 @@ int unit_post_backward_reshard(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || watch_unit(unit, Py_None) < 0 || schedule_pack(unit) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || schedule_pack(unit) < 0)
         return -1;
     if (operations.post_backward_reshard(unit) < 0)
         return -1;

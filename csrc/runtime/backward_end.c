@@ -2,8 +2,9 @@
 #include "runtime/callbacks.h"
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
-#include "runtime/watch.h"
 #include "torch/names.h"
+
+#include "base/check.h"
 
 static int final_callback(void *target) {
     return runtime_final_callback(target);
@@ -85,7 +86,7 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
-    if (watch_unit(unit, Py_None) < 0 || schedule_pack(unit) < 0)
+    if (schedule_pack(unit) < 0)
         return -1;
     return runtime_reduce(runtime, unit) < 0 ? -1 : runtime_finish_reduction(runtime);
 }
@@ -140,6 +141,8 @@ static int end_backward(struct runtime *runtime) {
         ledger_end_step();
     }
     runtime->callback_queued = false;
+    if (!runtime->num_in_forward)
+        CHECKED(runtime_check(runtime));
     return 0;
 }
 

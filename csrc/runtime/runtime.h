@@ -4,7 +4,8 @@
  *   backward:        pre-backward hook on the outputs (unshard, prefetch) -> the unit's node receives all gradients ->
  *                    the anchor's hook, once all contributions are there: pack, reshard, reduce -> final callback
  *
- * Invariant: outside of a step every handle is IDLE, and SHARDED unless its strategy keeps it gathered. A unit belongs to one
+ * Invariant: outside of a step every unit and handle is IDLE, nothing is in flight, no unit is in the order of this iteration, and
+ * every handle is SHARDED unless its strategy keeps it gathered. A unit belongs to one
  * runtime at most. A runtime owns its units; a unit knows its runtime through an owned reference too: the cycle is one of
  * Python objects and is collected. */
 #ifndef FSDP_RUNTIME_RUNTIME_H
@@ -63,6 +64,7 @@ int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any 
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
 
 void runtime_detach_views(struct runtime *runtime); /* views.c: the root has gone */
+void runtime_check(const struct runtime *runtime);  /* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */
 
 /* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where there is none, or NULL.
  * Those that it left out are noted. */

@@ -3,6 +3,7 @@
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
+#include "runtime/watch.h"
 #include "torch/profile.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
@@ -218,14 +219,14 @@ int schedule_prepare_gather(struct unit *unit) {
     return take_changes(unit) < 0 ? -1 : make_input(unit);
 }
 
-static int retire_input(struct unit *unit) {
+static int hold_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct buffer *input = storage_gather_input(&unit->handle->storage);
     return input && streams_are_real(&schedule->streams) ? deferred_free_add(&schedule->inputs, input) : 0;
 }
 
 int schedule_gather(struct unit *unit) {
-    return handle_unshard_enqueue(unit->handle) < 0 ? -1 : retire_input(unit);
+    return handle_unshard_enqueue(unit->handle) < 0 ? -1 : hold_input(unit);
 }
 
 int schedule_unshard(struct unit *unit) {
@@ -300,6 +301,8 @@ static int pack_beside(struct unit *unit) {
 int schedule_pack(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct gradients *gradients = &unit->handle->gradients;
+    if (watch_unit(unit, Py_None) < 0)
+        return -1;
     schedule->packs_beside = streams_are_real(&schedule->streams) && gradients_pack_directly(gradients);
     return schedule->packs_beside ? pack_beside(unit) : gradients_pack(gradients);
 }

@@ -1,4 +1,4 @@
-/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c runtime/unit_state.c */
+/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c runtime/unit_state.c runtime/runtime_check.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -7,7 +7,7 @@
 
 #include "harness.h"
 
-#include "runtime/unit.h"
+#include "runtime/runtime.h"
 
 /* Of Python, the tables need what raises an exception alone. */
 PyObject *PyExc_RuntimeError;
@@ -226,6 +226,46 @@ static void share_a_component_with_another_handle(void) {
     handle.slots.param = &stranger;
 }
 
+/* ---- of a root ---- */
+
+static struct unit *all_units[] = {&unit};
+static struct runtime runtime;
+
+static void begin_runtime(void) {
+    memset(&unit, 0, sizeof unit);
+    unit.handle = &handle;
+    unit.place.post_forward = -1;
+    runtime = (struct runtime){.units = all_units, .num_units = 1};
+}
+
+static void leave_a_unit_in_a_step(void) {
+    unit.phase = PHASE_IN_STEP;
+}
+
+static void leave_a_handle_in_use(void) {
+    handle.training_state = USE_BACKWARD_POST;
+}
+
+static void leave_a_gradient_behind(void) {
+    handle.gradients.pending = (PyObject *)&handle;
+}
+
+static void leave_a_gather_in_flight(void) {
+    handle.storage.param_state = PARAM_UNSHARDING;
+}
+
+static void leave_a_unit_in_the_order(void) {
+    unit.place.post_forward = 3;
+}
+
+static void leave_a_reduction_in_flight(void) {
+    runtime.reducing = &unit;
+}
+
+static void leave_a_hook_on_inputs(void) {
+    unit.reshard_hook = (PyObject *)&unit;
+}
+
 /* In a process of its own, as it is to end. */
 static bool aborts_after(void (*break_it)(void)) {
     int status = 0;
@@ -233,10 +273,12 @@ static bool aborts_after(void (*break_it)(void)) {
     pid_t child = fork();
     if (child == 0) {
         begin();
+        begin_runtime();
         break_it();
         if (!freopen("/dev/null", "w", stderr))
             _exit(2);
         handle_check(&handle);
+        runtime_check(&runtime);
         _exit(0);
     }
     CHECK(child > 0 && waitpid(child, &status, 0) == child);
@@ -256,7 +298,14 @@ static void test_a_broken_invariant_ends_the_process(void) {
                                            hand_over_amid_a_backward,
                                            reduce_without_an_output,
                                            keep_an_unsharded_gradient_of_what_is_not_sharded,
-                                           share_a_component_with_another_handle};
+                                           share_a_component_with_another_handle,
+                                           leave_a_unit_in_a_step,
+                                           leave_a_handle_in_use,
+                                           leave_a_gradient_behind,
+                                           leave_a_gather_in_flight,
+                                           leave_a_unit_in_the_order,
+                                           leave_a_reduction_in_flight,
+                                           leave_a_hook_on_inputs};
     CHECK(!aborts_after(nothing));
     for (size_t i = 0; i < sizeof broken / sizeof *broken; i++)
         CHECK(aborts_after(broken[i]));

@@ -1,0 +1,22 @@
+/* What holds of a root between steps. */
+#include "runtime/runtime.h"
+
+#include "base/check.h"
+
+static void check_unit(const struct unit *unit) {
+    const struct handle *handle = unit->handle;
+    (void)handle; /* without FSDP_C_CHECK */
+    INVARIANT(unit->phase == PHASE_IDLE && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
+    INVARIANT(unit->place.post_forward == -1 && !unit->place.prefetched && !unit->gather.pending);
+    INVARIANT(!unit->reshard_hook);
+    INVARIANT(!handle || handle->training_state == USE_IDLE);
+    INVARIANT(!handle || (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
+    INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
+}
+
+void runtime_check(const struct runtime *runtime) {
+    INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting && !runtime->num_in_forward);
+    INVARIANT(runtime->order.num_post == 0);
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        check_unit(runtime->units[i]);
+}
