@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_c import _C, plan
+from fsdp_c import _C, plan, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c.tools import summary
 from tests.distributed.test_collective_calls import calls
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
