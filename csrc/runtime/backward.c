@@ -81,7 +81,9 @@ static int prefetch_after_backward(struct unit *unit) {
 }
 
 int unit_post_backward_reshard(struct unit *unit) {
-    return reshard_in_backward(unit) < 0 ? -1 : prefetch_after_backward(unit);
+    if (reshard_in_backward(unit) < 0 || prefetch_after_backward(unit) < 0)
+        return -1;
+    return schedule_give_back(&unit->runtime->schedule);
 }
 
 static int reduce(struct unit *unit) {

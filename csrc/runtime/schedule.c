@@ -40,17 +40,17 @@ void schedule_note_stepped(struct unit *unit) {
 
 /* ---- the pool: how many units are gathered at a time ---- */
 
-/* In use, held until its last use is settled, and gathered ahead. */
+/* In use, gathered ahead, and in forward held until its last use is settled. */
 static int64_t units_at_a_time(const struct runtime *runtime) {
-    int64_t ahead = 0;
+    int64_t forward = 2, backward = 1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         const struct unit *unit = runtime->units[i];
-        if (unit->forward_prefetch && runtime->order.forward_prefetch_limit > ahead)
-            ahead = runtime->order.forward_prefetch_limit;
-        if (unit->backward_prefetch != PREFETCH_NONE && runtime->order.backward_prefetch_limit > ahead)
-            ahead = runtime->order.backward_prefetch_limit;
+        if (unit->forward_prefetch)
+            forward = 2 + runtime->order.forward_prefetch_limit;
+        if (unit->backward_prefetch != PREFETCH_NONE)
+            backward = 1 + runtime->order.backward_prefetch_limit;
     }
-    return 2 + ahead;
+    return forward > backward ? forward : backward;
 }
 
 static bool has_storage_to_take(const struct unit *unit) {
@@ -265,6 +265,10 @@ int schedule_reshard(struct unit *unit, bool free_storage) {
     if (operations.reshard(unit, free_storage) < 0)
         return -1;
     return held && free_storage && !operations.is_there(unit) ? limiter_note_free(schedule) : 0;
+}
+
+int schedule_give_back(struct schedule *schedule) {
+    return deferred_free_settle(&schedule->unsharded);
 }
 
 /* ---- packing ---- */

@@ -73,6 +73,9 @@ int schedule_reshard(struct unit *unit, bool free_storage);
 bool schedule_is_there(const struct unit *unit);
 int schedule_prepare_gather(struct unit *unit);
 int schedule_gather(struct unit *unit);
+/* In backward: what was freed last is the next gather's, which waits for its last use. A forward's gather does not: it would wait
+ * for the forward before it. */
+int schedule_give_back(struct schedule *schedule);
 int schedule_pack(struct unit *unit);   /* its gradients become what is reduced */
 int schedule_reduce(struct unit *unit); /* of what was packed */
 int schedule_finish_reduction(struct unit *unit);

@@ -152,11 +152,13 @@ class _Tree:
         self._free(index)
         if unit.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(index)
+        self._storage.settle(self.root)
 
     def _free_passed(self) -> None:
         for index in self._passed:
             if index in self._has_inputs:
                 self._free(index)
+                self._storage.settle(self.root)
 
     def _ends_in_unit(self, index: int) -> bool:
         """Whether the next pre-backward presumably belongs to the same output."""

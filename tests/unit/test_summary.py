@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -125,15 +126,18 @@ def test_sizes_of_a_large_world_in_numbers() -> None:
     assert (whole.peak_unsharded_nbytes, whole.all_gathers, whole.all_gather_nbytes) == (256, (1,), 256)
 
 
-def test_on_a_gpu_the_unit_freed_last_is_held_back() -> None:
+def test_on_a_gpu_the_unit_freed_last_in_forward_is_held_back() -> None:
     net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
-    on = {}
-    for device_type in ("cpu", "cuda"):
-        on[device_type] = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, device_type=device_type)
-    unit_nbytes = on["cpu"].units[1].unsharded_nbytes
-    assert on["cpu"].peak_unsharded_nbytes == 2 * unit_nbytes  # the root has nothing of its own; one is gathered ahead
-    assert on["cuda"].peak_unsharded_nbytes == 3 * unit_nbytes
-    assert on["cuda"].all_gathers == on["cpu"].all_gathers
+    peaks, gathers = {}, set()
+    for device_type, ahead in itertools.product(("cpu", "cuda"), (False, True)):
+        whole = fsdp_c.plan(
+            net, world_size=2, auto_wrap_policy=LINEARS, device_type=device_type, forward_prefetch=ahead
+        )
+        peaks[device_type, ahead] = whole.peak_unsharded_nbytes / whole.units[1].unsharded_nbytes
+        gathers.add(whole.all_gathers)
+    # The root has nothing of its own, and one is gathered ahead in backward, where none is held back then.
+    assert peaks == {("cpu", False): 2, ("cpu", True): 2, ("cuda", False): 2, ("cuda", True): 3}
+    assert len(gathers) == 1
 
 
 def test_one_rank_gathers_nothing() -> None:
