@@ -103,6 +103,22 @@ void op_shard(StableIValue *stack, struct op_call *call) {
     stack[0] = op_give(&output);
 }
 
+/* Each gradient, and where it goes among `numel` elements: one behind the other. */
+static void read_gradients(struct op_call *call, const struct op_list *grads, const struct op_list *offsets,
+                           int64_t numel, struct pack_source *sources) {
+    int64_t end = 0;
+    for (size_t i = 0; i < grads->count; i++) {
+        struct op_operand grad;
+        op_call_read(call, &grad, op_tensor(grads->items[i]), "each of grads");
+        int64_t offset = op_int(offsets->items[i]);
+        OP_CHECK(offset >= end, "%s: grad %zu begins at %" PRId64 ", before the end of the one before, %" PRId64,
+                 call->name, i, offset, end);
+        op_call_check_range(call, offset, grad.numel, numel, "out");
+        sources[i] = (struct pack_source){.view = grad.view, .numel = grad.numel, .offset = offset};
+        end = offset + grad.numel;
+    }
+}
+
 /* fsdp_c::pack_gradients: cast, divide and flatten in one pass; what no gradient covers is zeroed. */
 void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     OP_OWNED tensor = op_tensor(stack[0]);
@@ -116,17 +132,7 @@ void op_pack_gradients(StableIValue *stack, struct op_call *call) {
     op_call_read_flat(call, &out, tensor, "out");
     OP_CHECK(grads.count == offsets.count, "%s: %zu grads, but %zu offsets", call->name, grads.count, offsets.count);
     sources = op_alloc(grads.count, sizeof *sources);
-    int64_t end = 0;
-    for (size_t i = 0; i < grads.count; i++) {
-        struct op_operand grad;
-        op_call_read(call, &grad, op_tensor(grads.items[i]), "each of grads");
-        int64_t offset = op_int(offsets.items[i]);
-        OP_CHECK(offset >= end, "%s: grad %zu begins at %" PRId64 ", before the end of the one before, %" PRId64,
-                 call->name, i, offset, end);
-        op_call_check_range(call, offset, grad.numel, out.numel, "out");
-        sources[i] = (struct pack_source){.view = grad.view, .numel = grad.numel, .offset = offset};
-        end = offset + grad.numel;
-    }
+    read_gradients(call, &grads, &offsets, out.numel, sources);
     op_call_pack(call, &out, sources, grads.count, divisor);
 }
 
