@@ -243,7 +243,8 @@ def table(results: list[Result], alone: Result) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
-        name = each.row.implementation + (", forward_prefetch" if each.row.forward_prefetch else "")
+        prefetches = each.row.forward_prefetch and each.row.implementation != "torch.fsdp2"
+        name = each.row.implementation + (", forward_prefetch" if prefetches else "")
         times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
         lines.append(
             f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
