@@ -112,6 +112,7 @@ static int write_back(struct handle *handle) {
     Py_XDECREF(views);
     if (result || !handle->param.sharded)
         return result;
+    edits_note_copied(&handle->edits); /* a backward may come next, whose gathers read the shard on other streams */
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 

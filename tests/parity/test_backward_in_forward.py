@@ -13,6 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from tests.models import WIDTH
 from tests.parity.engine import implementation
 from tests.ranks import device, on_ranks
+from tests.simulated_gpu import races
 
 
 class Inside(nn.Module):
@@ -98,7 +99,9 @@ def test_training_with_a_backward_inside_the_forward_equals_torchs(
     if use_orig_params and strategy == "NO_SHARD" and name == "gradient_of_the_input":
         pytest.skip("torch no longer lists the parameters of such a unit; see the next test")
     arguments = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": use_orig_params}
-    expected, found = (trained(which, rank, STEPS[name], **arguments) for which in ("torch", "fsdp_c"))
+    expected = trained("torch", rank, STEPS[name], **arguments)
+    races.forget()  # torch adds the second gradient to what its reduction still reads
+    found = trained("fsdp_c", rank, STEPS[name], **arguments)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)

@@ -680,6 +680,7 @@ def test_row_26_two_forwards_through_a_reentrant_checkpoint_meet_in_one_backward
 
     expected = plain_gradients(world_size, forwards)
     found = gradients_or_error(lambda: step("torch"))
+    races.forget()  # torch adds the second gradient to what its reduction still reads
     if strategy == "NO_SHARD":
         with pytest.raises(AssertionError):
             assert_close(found, expected)

@@ -223,6 +223,16 @@ def step_twice_in_backward(trainer: Trainer) -> None:
         (trainer.forward() + trainer.forward()).backward()
 
 
+def look_at_parameters_amid_a_step(trainer: Trainer) -> None:
+    """What is shown is written back between a forward and its backward, which gathers it again."""
+    for _ in range(STEPS):
+        loss = trainer.forward()
+        with FSDP.summon_full_params(trainer.model):
+            pass
+        loss.backward()
+        trainer.update()
+
+
 def write_after_evaluating(trainer: Trainer) -> None:
     """On the host, which has waited for nothing that evaluation enqueued."""
     trainer.step()
@@ -262,6 +272,8 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "evaluate in full precision": (evaluate, {"mixed_precision": BF16, "limit_all_gathers": False}),
     "look at parameters": (look_at_parameters, {"limit_all_gathers": False}),
     "look at parameters, bf16": (look_at_parameters, {"mixed_precision": BF16, "strategy": "SHARD_GRAD_OP"}),
+    "look at parameters amid a step": (look_at_parameters_amid_a_step, {"limit_all_gathers": False}),
+    "look at parameters amid a step, bf16": (look_at_parameters_amid_a_step, {"mixed_precision": BF16}),
     "replaced": (replace_parameters, {"limit_all_gathers": False, "forward_prefetch": True}),
     "replaced, bf16": (replace_parameters, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "replaced, flat": (replace_parameters, {"use_orig_params": False, "limit_all_gathers": False}),

@@ -13,11 +13,13 @@ FORKED = "a forked process has no GPU"
 NO_PHILOX = "a generator of the simulated GPU has the CPU's state, in which DTensor finds no offset"
 PLACES = "where a group has gloo beside NCCL, torch says that shards on a GPU are on the CPU"
 NO_COPY = "torch's own cannot copy a ShardedTensor that requires a gradient to the CPU"
+LENGTHS = "lengths of packed sequences are on the CPU, always"
+ON_CPU = "it is about models on a CPU"
 CPU_BACKEND = "its process group is of the CPU alone"
 
 REASONS: dict[str, dict[str, str]] = {
     "tests/distributed/test_autograd_corners.py": {
-        "test_packed_sequences_pass_in_and_out": "lengths of packed sequences are on the CPU, always",
+        "test_packed_sequences_pass_in_and_out": LENGTHS,
     },
     "tests/distributed/test_checkpoint_kills.py": {
         "test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new": FORKED,
@@ -65,7 +67,16 @@ REASONS: dict[str, dict[str, str]] = {
         "test_meta_module_is_initialised_after_it_was_parallelized": NO_PHILOX,
     },
     "tests/parity/test_differences.py": {
-        "test_row_5_summon_offloaded_on_a_cpu_works": "it is about models on a CPU",
+        "test_row_3_offloaded_gradients_accumulate_outside_no_sync": ON_CPU,
+        "test_row_5_full_state_dict_offloaded_on_a_cpu_is_returned_alive": ON_CPU,
+        "test_row_5_summon_offloaded_on_a_cpu_works": ON_CPU,
+        "test_row_6_offloaded_optimizer_state_is_what_it_is": ON_CPU,
+        "test_row_7_the_cpu_is_a_device_like_others[no device]": ON_CPU,
+        "test_row_7_the_cpu_is_a_device_like_others[no device, sync]": ON_CPU,
+        "test_row_7_the_cpu_is_a_device_like_others[no device, offload]": ON_CPU,
+        "test_row_7_the_cpu_is_a_device_like_others[sync]": ON_CPU,
+        "test_row_7_the_cpu_is_a_device_like_others[offload]": ON_CPU,
+        "test_row_16_a_packed_sequence_is_cast": LENGTHS,
     },
 }
 
