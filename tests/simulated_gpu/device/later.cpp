@@ -52,6 +52,15 @@ void hold(stream *on, work run) {
     }
 }
 
+position hold_in_turn(stream *on, work run, position before) {
+    holding lock(device_lock);
+    if (!on->capture) {
+        queues[on].held.push_back({{}, before});
+    }
+    hold(on, std::move(run));
+    return on->capture ? before : end_of(on);
+}
+
 void run_or_hold(stream *on, const work &run) {
     if (is_later(on)) {
         hold(on, run);

@@ -25,6 +25,8 @@ DEVICE_API bool is_anyone_late();
 /* Whether work launched on the stream now is held, by it or by its graph. */
 DEVICE_API bool is_later(const stream *on);
 DEVICE_API void hold(stream *on, work run);
+/* The same, after what is held elsewhere. Where the work is held: its end, or `before` if a graph holds it. */
+DEVICE_API position hold_in_turn(stream *on, work run, position before);
 DEVICE_API void run_or_hold(stream *on, const work &run);
 /* All that the stream holds, and what that waits for; nothing of other streams. */
 DEVICE_API void run_held(stream *on);

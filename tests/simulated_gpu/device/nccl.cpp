@@ -242,6 +242,7 @@ class device_backend final : public Backend {
     std::vector<std::pair<WorkPtr, Tensors>> sent; /* gloo reads them later */
     uint64_t sequence = 0;
     stream *streams[MOST_DEVICES] = {};
+    position last_held{}; /* its last collective that did not run when it was launched */
     event wire_is_free{}; /* on the timeline: after the last collective */
 
     WorkPtr collective(OpType type, const Tensors &inputs, const Tensors &outputs, bool async_op,
@@ -281,7 +282,7 @@ class device_backend final : public Backend {
     }
 
     void run_body(stream *on, collective_body body, const Tensors &inputs, const Tensors &outputs) {
-        /* The group lives as long as what it has enqueued. */
+        /* The group lives as long as what it has enqueued. Its collectives run in their order, on all ranks, whatever waits. */
         auto run = [group = c10::intrusive_ptr<device_backend>::reclaim_copy(this), body = std::move(body),
                     in = as_cpu_all(inputs), out = as_cpu_all(outputs)] {
             at::AutoDispatchBelowADInplaceOrView below;
@@ -289,9 +290,11 @@ class device_backend final : public Backend {
         };
         if (through_host) {
             host_wait_stream(on);
+        }
+        if (through_host || !is_later(on)) {
             run();
         } else {
-            run_or_hold(on, run);
+            last_held = hold_in_turn(on, run, last_held);
         }
     }
 
