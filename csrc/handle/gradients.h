@@ -89,11 +89,12 @@ int gradients_take_memory(struct gradients *gradients);
 int gradients_reduce_enqueue(struct gradients *gradients);      /* start the reduction of what was packed */
 int gradients_reduce_finish(struct gradients *gradients);       /* wait, post-divide, accumulate into saved_shard */
 bool gradients_reduce_twice(const struct gradients *gradients); /* in the shard group, and then over the replicas? */
-/* After that: the reduction's output, for the caller to let go of; NULL where it is kept as the gradient. */
+/* After gradients_reduce_finish: its output, for the caller to let go of; NULL where it is kept as the gradient. */
 PyObject *gradients_take_reduce_output(struct gradients *gradients);
 /* Once all that reads it is enqueued on the stream that took it; that of a user's hook stays. */
 void gradients_release_reduce_input(struct gradients *gradients);
-void gradients_reduce_release(struct gradients *gradients); /* after that: the reduction's input and output */
+/* After gradients_reduce_finish: the reduction's input and output. */
+void gradients_reduce_release(struct gradients *gradients);
 
 /* ---- the user's hooks ---- */
 

@@ -1,7 +1,7 @@
 /* One flat parameter with all that belongs to it. The components own their state; what takes several of them is a sequence here.
  *
- *   flat_param  what it is          storage  shard and unsharded parameters     slots  what the modules show
- *   gradients   from autograd to .grad       edits  what the user did to both   published  what outside code reads
+ *   flat_param  what it is                storage    shard and unsharded parameters   slots  what the modules show
+ *   published   what outside code reads   gradients  from autograd to .grad           edits  what the user did to both
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone. `training_state` says who is
  * using the unit, and is written by one function (handle_state.c) against a table of legal transitions. Between lazy init and the

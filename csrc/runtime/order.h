@@ -55,7 +55,7 @@ int order_record_pre_forward(struct unit *unit); /* and validate, where that was
 int order_record_post_forward(struct unit *unit);
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
 struct unit *order_next(const struct unit *unit, enum training_state state);
-int order_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is. 0 or -1 */
+int order_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already. 0 or -1 */
 int order_prefetch(struct unit *unit, enum training_state state);          /* all of them. 0 or -1 */
 
 #endif

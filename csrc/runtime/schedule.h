@@ -1,12 +1,14 @@
-/* Which stream does what, and in which order. On the CPU there are no streams, and only the handle's verbs remain.
+/* Which stream does what, and in which order. On the CPU there are no streams, and only the handle's verbs remain. A stream waits for
+ * an event at |wait event|, and records it at |event|.
  *
  *   PRE_UNSHARD    |wait step_begin| upload, cast |input_made|
  *   UNSHARD        |wait step_begin, input_made| all-gather |gathered|
  *   COMPUTE        |wait gathered| forward ... backward |received| backward of the next |wait packed| release the gradients
  *   POST_BACKWARD  |wait received| pack |packed| reduce, post-divide |reduced|
  *
- * Computation waits for `reduced` at the end of the backward. A sum over several contributions, and what is not sharded, is packed on
- * the compute stream before `received`, which waits for `reduced` then and releases the input.
+ * Computation waits for `reduced` at the end of the backward. Gradients that are a sum over several contributions, and those that are
+ * not sharded, are packed on the compute stream, which records `received` after that. Once it has the gradients of the next unit, the
+ * compute stream waits for `reduced` (`scattered` below), and the input of the reduction is released.
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *

@@ -4,8 +4,9 @@
  *   COMPUTE   | forward(i-1) |last use| forward(i) |last use|
  *   UNSHARD          gather(i)        |wait for i-1| gather(i+1), into the memory of i-1
  *
- * Invariant: memory goes back to the allocator only once its owner waits for its last use. One buffer is held: with none,
- * gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. */
+ * Invariant: memory goes back to the allocator only once its owner waits for its last use. In forward one buffer is held: with none,
+ * gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. In backward none stays held: each
+ * unit's post-backward settles what it has freed. */
 #ifndef FSDP_TORCH_DEFERRED_FREE_H
 #define FSDP_TORCH_DEFERRED_FREE_H
 
