@@ -313,7 +313,7 @@ def test_training_with_unshard_equals_torch(rank: int, world_size: int, strategy
     point = Point("unshard", strategy, use_orig_params=use_orig_params, precision="bf16_reduce_fp32")
     build = lambda run: run.wrap(Net(), auto_wrap_policy=PER_BLOCK)  # noqa: E731
     # torch's gather or cast by hand does not wait for the optimizer
-    compare(point, Scenario(build, unshard_ahead), rank, world_size, torch_races=True)
+    compare(point, Scenario(build, unshard_ahead), rank, world_size)
 
 
 @on_ranks(2)

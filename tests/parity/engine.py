@@ -250,14 +250,14 @@ def assert_record_is_worth_comparing(trace: dict[str, Any]) -> None:
     assert any(not same_bits(starts[name], ends[name]) for name in starts if starts[name].numel())
 
 
-def compare(point: Point, scenario: Scenario, rank: int, world_size: int, torch_races: bool = False) -> None:
+def compare(point: Point, scenario: Scenario, rank: int, world_size: int) -> None:
     """Run the point with torch and with fsdp_c and require every record to be bitwise the same.
 
-    ``torch_races``: on the simulated GPU torch's FSDP1 has a race there, and its outcome is that of launch order.
+    Where torch's FSDP1 has a race on the simulated GPU (edited gradients, units gathered by hand), its outcome is that
+    of the order in which it launches.
     """
     expected = record_run(point, scenario, "torch", rank, world_size)
     assert_record_is_worth_comparing(expected)
-    if torch_races:
-        races.forget()
+    races.forget()
     actual = record_run(point, scenario, "fsdp_c", rank, world_size)
     assert_same_record(point, expected, actual)
