@@ -61,18 +61,27 @@ FOLLOWED = (
 )
 UPLOADED = "uploads begin with the step, as casts of a shard on the device must; the host has waited for what it wrote"
 
+PACKED = (
+    "gradients are given back to the stream that the script computed under once they are packed, also where it takes "
+    "no memory under it again"
+)
+WRITTEN_BACK = "each unit whose shard was written back waits for that by itself: the wait of the first of them would do"
+
 # By program: what waits that order something, and whose absence nothing shows there, are for.
 REASONS: dict[str, dict[Kind, str]] = {
-    "two streams": {("compute", "compute"): GIVEN_BACK},
+    "two streams": {("compute", "compute"): GIVEN_BACK, ("compute", "post-backward"): PACKED},
     "two streams, two forwards": {("compute", "compute"): GIVEN_BACK, ("unshard", "compute"): NOT_WRITTEN},
     "two streams, evaluate": {("compute", "compute"): FOLLOWED, ("unshard", "compute"): NOT_WRITTEN},
+    "evaluate": {("unshard", "compute"): NOT_WRITTEN},
+    "replaced": {("unshard", "compute"): NOT_WRITTEN},
+    "look at parameters, bf16": {("pre-unshard", "compute"): WRITTEN_BACK},
     "raise in backward": {("unshard", "compute"): NOT_WRITTEN},
     "offload, gradients read": {("pre-unshard", "compute"): UPLOADED},
     "offload, write after evaluating": {("pre-unshard", "compute"): UPLOADED},
     "offload, no limit, forward prefetch": {("pre-unshard", "compute"): UPLOADED},
     "NO_SHARD": {("compute", "post-backward"): IN_PLACE},
     "raise in backward, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
-    "offload, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
+    "offload, NO_SHARD": {("compute", "post-backward"): IN_PLACE, ("pre-unshard", "compute"): UPLOADED},
     "accumulate, SHARD_GRAD_OP": {("compute", "post-backward"): SHOWN, ("unshard", "compute"): NOT_WRITTEN},
 }
 
