@@ -5,37 +5,19 @@
 struct callbacks callbacks;
 
 static PyObject **const functions[] = {
-    &callbacks.lazy_init,
-    &callbacks.convert_inputs,
-    &callbacks.hook_inputs,
-    &callbacks.tensors_of,
-    &callbacks.cast_buffers_for_mode,
-    &callbacks.step_in_backward,
-    &callbacks.is_in_reentrant_checkpoint,
-    &callbacks.log_post_backward,
-    &callbacks.warn_of_units_cut_off,
-    &callbacks.warn_of_units_left_out,
-    &callbacks.explain_error,
-    &callbacks.explain_failed_collective,
+#define ADDRESS(name) &callbacks.name,
+    CALLBACKS(ADDRESS)
+#undef ADDRESS
 };
 
 enum { NUM_FUNCTIONS = sizeof functions / sizeof *functions };
 
 int callbacks_bind(PyObject *args, PyObject *kwargs) {
     static char *names[NUM_FUNCTIONS + 1] = {
-        "lazy_init",
-        "convert_inputs",
-        "hook_inputs",
-        "tensors_of",
-        "cast_buffers_for_mode",
-        "step_in_backward",
-        "is_in_reentrant_checkpoint",
-        "log_post_backward",
-        "warn_of_units_cut_off",
-        "warn_of_units_left_out",
-        "explain_error",
-        "explain_failed_collective",
-        NULL,
+#define QUOTE(name) #name,
+        CALLBACKS(QUOTE)
+#undef QUOTE
+            NULL,
     };
     PyObject *new[NUM_FUNCTIONS];
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$OOOOOOOOOOOO", names, &new[0], &new[1], &new[2], &new[3], &new[4],

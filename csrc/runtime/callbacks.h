@@ -8,20 +8,25 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-struct callbacks {
-    /* owned for ever, as all of them; `module` is the FullyShardedDataParallel, `handle` the FlatParamHandle */
-    PyObject *lazy_init;                  /* (module): the unit is bound to a runtime */
-    PyObject *convert_inputs;             /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */
-    PyObject *hook_inputs;                /* (args, kwargs, hook) -> what removes it, or None */
-    PyObject *tensors_of;                 /* (output) -> list of the tensors in it that require a gradient */
-    PyObject *cast_buffers_for_mode;      /* (module) */
-    PyObject *step_in_backward;           /* (handle): its optimizers step */
-    PyObject *is_in_reentrant_checkpoint; /* () -> bool */
-    PyObject *log_post_backward;          /* (module) */
-    PyObject *warn_of_units_cut_off;      /* (module, names) */
-    PyObject *warn_of_units_left_out;     /* (module, names) */
-    PyObject *explain_error;              /* (error, module): said in the exception itself */
-    PyObject *explain_failed_collective;  /* (error, phase, iteration, handle, enqueued): the same */
+/* `module` is the FullyShardedDataParallel, `handle` the FlatParamHandle. */
+#define CALLBACKS(X)                                                                                                   \
+    X(lazy_init)                  /* (module): the unit is bound to a runtime */                                       \
+    X(convert_inputs)             /* (args, kwargs, device or None, dtype or None) -> (args, kwargs) */                \
+    X(hook_inputs)                /* (args, kwargs, hook) -> what removes it, or None */                               \
+    X(tensors_of)                 /* (output) -> list of the tensors in it that require a gradient */                  \
+    X(cast_buffers_for_mode)      /* (module) */                                                                       \
+    X(step_in_backward)           /* (handle): its optimizers step */                                                  \
+    X(is_in_reentrant_checkpoint) /* () -> bool */                                                                     \
+    X(log_post_backward)          /* (module) */                                                                       \
+    X(warn_of_units_cut_off)      /* (module, names) */                                                                \
+    X(warn_of_units_left_out)     /* (module, names) */                                                                \
+    X(explain_error)              /* (error, module): said in the exception itself */                                  \
+    X(explain_failed_collective)  /* (error, phase, iteration, handle, enqueued): the same */
+
+struct callbacks { /* owned for ever, all of them */
+#define DECLARE(name) PyObject *name;
+    CALLBACKS(DECLARE)
+#undef DECLARE
 };
 
 extern struct callbacks callbacks;
