@@ -160,6 +160,7 @@ class Handle:
     layout: FlatLayout
     param_state: int
     training_state: int
+    shows_sharded: bool  # a layer that is called now computes with sharded parameters
     unsharded_nbytes: int  # bytes of unsharded parameter storage alive now
     local_shard: Tensor | None  # 1-D, original dtype, the sharded flat_param's storage; None before show_sharded
     padded_unsharded_flat_param: Tensor | None  # 1-D, compute dtype; its storage is there only while unsharded
@@ -174,6 +175,11 @@ class Handle:
     def show_sharded(self) -> None:
         """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at construction, and
         after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound."""
+    def set_layer_calls(self, calls: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
+        """Have layers, each given by its ``__dict__``, make these calls while they would compute with sharded
+        parameters. A layer that the user has compiled is left alone. TypeError when called twice."""
+    def call_layers_directly(self) -> None:
+        """Until the parameters are sharded the next time layers are called as they would without a unit."""
     def writeback(self) -> None:
         """Take over parameters and data that the user replaced. RuntimeError for one that does not fit the shard,
         NotImplementedError for an untied shared parameter."""

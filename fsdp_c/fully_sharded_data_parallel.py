@@ -68,7 +68,7 @@ from fsdp_c.state import optim_state_dict as optim_states
 from fsdp_c.state import state_dict
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import describe_unit, log_units
-from fsdp_c.training import forward_methods, grad_clipping, training_warnings, tree, unshard_params
+from fsdp_c.training import grad_clipping, sharded_errors, training_warnings, tree, unshard_params
 from fsdp_c.training.execution_order import ExecutionOrder
 
 __all__ = [
@@ -249,8 +249,8 @@ class FullyShardedDataParallel(ShardedModule):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
-        forward_methods.explain_uncaught_errors()
         if handle is not None:
+            sharded_errors.explain_layers(handle)
             self._fully_sharded_module_to_handle[module] = handle
         if not use_orig_params:
             construction.check_all_flattened(tree, ignored.params, name)
@@ -562,7 +562,7 @@ class FullyShardedDataParallel(ShardedModule):
                 left_out.explain("FullyShardedDataParallel", name)
                 raise
             is_own_method = type(found) is types.MethodType and found.__self__ in (wrapped, unwrapped(wrapped))
-            return forward_methods.explaining(self, found) if is_own_method else found
+            return sharded_errors.explaining(self, found) if is_own_method else found
 
     def extra_repr(self) -> str:
         """What the unit holds, and for a root what its tree takes: see ``fsdp_c.summary``."""
@@ -920,6 +920,6 @@ _C.bind_callbacks(
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_cut_off=FullyShardedDataParallel._warn_of_units_cut_off,
     warn_of_units_left_out=FullyShardedDataParallel._warn_of_units_left_out,
-    explain_error=forward_methods.explain_in_forward,
+    explain_error=sharded_errors.explain_in_forward,
     explain_failed_collective=flight_recorder.explain,
 )

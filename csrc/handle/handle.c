@@ -39,6 +39,7 @@ void handle_fini(struct handle *handle) {
     slots_fini(&handle->slots);
     handle_table_remove(handle->param.op_id);
     published_fini(&handle->published);
+    layer_calls_fini(&handle->layer_calls);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
@@ -54,5 +55,7 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
         result = storage_visit(&handle->storage, visit, arg);
     if (!result)
         result = slots_visit(&handle->slots, visit, arg);
+    if (!result)
+        result = layer_calls_visit(&handle->layer_calls, visit, arg);
     return result ? result : gradients_visit(&handle->gradients, visit, arg);
 }

@@ -2,6 +2,7 @@
  *
  *   flat_param  what it is                storage    shard and unsharded parameters   slots  what the modules show
  *   published   what outside code reads   gradients  from autograd to .grad           edits  what the user did to both
+ *   layer_calls what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone. `training_state` says who is
  * using the unit, and is written by one function (handle_state.c) against a table of legal transitions. Between lazy init and the
@@ -12,10 +13,12 @@
 #include "handle/edits.h"
 #include "handle/flat_param.h"
 #include "handle/gradients.h"
+#include "handle/layer_calls.h"
 #include "handle/published.h"
 #include "handle/slots.h"
 #include "handle/storage.h"
 #include "handle/training_state.h"
+#include "torch/names.h"
 
 /* Inside summon_full_params; summon.c. */
 struct summon {
@@ -32,6 +35,7 @@ struct handle {
     struct published published;
     struct gradients gradients;
     struct edits edits;
+    struct layer_calls layer_calls;
     struct summon summon;
     enum training_state training_state;
     bool ready;
@@ -89,8 +93,28 @@ static inline int handle_show_views(struct handle *handle) {
     return slots_show_views(&handle->slots, handle->storage.copy->views);
 }
 
+/* In a training step, of which there are many. */
+static inline bool handle_is_trained(const struct handle *handle) {
+    bool in_forward = handle->training_state == USE_FORWARD && torch_grad_enabled();
+    return in_forward || handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
+}
+
 static inline int handle_show_sharded(struct handle *handle) {
-    return slots_show_sharded(&handle->slots, handle->storage.local_shard, handle->storage.copy->views);
+    int result = slots_show_sharded(&handle->slots, handle->storage.local_shard, handle->storage.copy->views);
+    return result ? result : layer_calls_place(&handle->layer_calls, handle_is_trained(handle));
+}
+
+/* A layer that is called now computes with sharded parameters. */
+static inline bool handle_shows_sharded(const struct handle *handle) {
+    bool freed = handle->storage.param_state == PARAM_SHARDED && handle->slots.shown != SHOWN_FULL_PARAMS;
+    return handle->param.sharded && (freed || handle->slots.shown == SHOWN_SHARDED);
+}
+
+/* `calls` of its layers, see layer_calls.h. 0 or -1. */
+static inline int handle_set_layer_calls(struct handle *handle, PyObject *calls) {
+    if (layer_calls_init(&handle->layer_calls, calls) < 0)
+        return -1;
+    return handle_shows_sharded(handle) ? layer_calls_place(&handle->layer_calls, false) : 0;
 }
 
 static inline int handle_wrap_views(struct handle *handle) {

@@ -53,4 +53,5 @@ void handle_check(const struct handle *handle) {
     storage_check(&handle->storage);
     slots_check(&handle->slots);
     gradients_check(&handle->gradients);
+    layer_calls_check(&handle->layer_calls);
 }

@@ -162,6 +162,18 @@ static PyObject *show_sharded(PyObject *self, PyObject *unused) {
     return none_or_error(handle_show_sharded(handle));
 }
 
+static PyObject *set_layer_calls(PyObject *self, PyObject *calls) {
+    if (PyList_Check(calls) && !inside(self)->layer_calls.count)
+        return none_or_error(handle_set_layer_calls(inside(self), calls));
+    PyErr_SetString(PyExc_TypeError, "set_layer_calls takes a list, once");
+    return NULL;
+}
+
+static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
+    (void)unused;
+    return none_or_error(layer_calls_remove(&inside(self)->layer_calls));
+}
+
 static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
     (void)unused;
     return none_or_error(handle_collect_user_grads(inside(self)));
@@ -271,6 +283,8 @@ static PyMethodDef methods[] = {
     {"summon_grads_exit", summon_grads_exit, METH_O, NULL},
     {"sharded_grads", sharded_grads, METH_NOARGS, NULL},
     {"show_sharded", show_sharded, METH_NOARGS, NULL},
+    {"set_layer_calls", set_layer_calls, METH_O, NULL},
+    {"call_layers_directly", call_layers_directly, METH_NOARGS, NULL},
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},
     {"publish", publish, METH_NOARGS, NULL},
@@ -306,6 +320,11 @@ static PyObject *get_layout(PyObject *self, void *unused) {
 static PyObject *get_param_state(PyObject *self, void *unused) {
     (void)unused;
     return PyLong_FromLong(inside(self)->storage.param_state);
+}
+
+static PyObject *get_shows_sharded(PyObject *self, void *unused) {
+    (void)unused;
+    return PyBool_FromLong(handle_shows_sharded(inside(self)));
 }
 
 static PyObject *get_training_state(PyObject *self, void *unused) {
@@ -379,6 +398,7 @@ static PyGetSetDef attributes[] = {
     {"layout", get_layout, NULL, NULL, NULL},
     {"param_state", get_param_state, NULL, NULL, NULL},
     {"training_state", get_training_state, NULL, NULL, NULL},
+    {"shows_sharded", get_shows_sharded, NULL, NULL, NULL},
     {"unsharded_nbytes", get_unsharded_nbytes, NULL, NULL, NULL},
     {"local_shard", get_local_shard, NULL, NULL, NULL},
     {"padded_unsharded_flat_param", get_padded_unsharded, NULL, NULL, NULL},

@@ -41,7 +41,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     int trainable = is_trainable(handle);
     if (trainable < 0)
         return -1;
-    if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0)
+    if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 || layer_calls_remove(&handle->layer_calls) < 0)
         return -1;
     return trainable ? 0 : unit_watch_inputs(unit, args, kwargs);
 }

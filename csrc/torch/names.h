@@ -29,6 +29,7 @@
     X(_register_hook_dict)                                                                                             \
     X(view)                                                                                                            \
     X(detach_)                                                                                                         \
+    X(_compiled_call_impl)                                                                                             \
     X(training)
 
 struct torch_names {

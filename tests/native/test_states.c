@@ -1,4 +1,4 @@
-/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c runtime/unit_state.c runtime/runtime_check.c */
+/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/layer_calls_check.c runtime/unit_state.c runtime/runtime_check.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -28,12 +28,25 @@ PyObject *PyErr_Format(PyObject *type, const char *format, ...) {
     return NULL;
 }
 
+/* A layer's __dict__ is what it holds under the one name that is asked for. */
+struct torch_names torch_names;
+
+PyObject *PyDict_GetItemWithError(PyObject *dict, PyObject *key) {
+    (void)key;
+    return *(PyObject **)(void *)dict;
+}
+
 /* ---- one table each: `put` is what no code of the library may do ---- */
 
 static struct handle handle;
+static PyObject *held_by_layer;
+static struct layer_call layer;
 
 static void begin(void) {
     memset(&handle, 0, sizeof handle);
+    held_by_layer = (PyObject *)&handle;
+    layer = (struct layer_call){.attributes = (PyObject *)(void *)&held_by_layer};
+    handle.layer_calls = (struct layer_calls){.all = &layer, .count = 1, .placed = true};
     handle.param.sharded = handle.param.use_orig_params = true;
     handle.storage.param = handle.slots.param = handle.gradients.param = &handle.param;
     handle.gradients.storage = &handle.storage;
@@ -226,6 +239,10 @@ static void share_a_component_with_another_handle(void) {
     handle.slots.param = &stranger;
 }
 
+static void place_no_call_in_a_layer(void) {
+    held_by_layer = NULL;
+}
+
 /* ---- of a root ---- */
 
 static struct unit *all_units[] = {&unit};
@@ -299,6 +316,7 @@ static void test_a_broken_invariant_ends_the_process(void) {
                                            reduce_without_an_output,
                                            keep_an_unsharded_gradient_of_what_is_not_sharded,
                                            share_a_component_with_another_handle,
+                                           place_no_call_in_a_layer,
                                            leave_a_unit_in_a_step,
                                            leave_a_handle_in_use,
                                            leave_a_gradient_behind,

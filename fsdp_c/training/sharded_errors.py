@@ -1,0 +1,147 @@
+"""Errors that come of sharded parameters say which unit keeps them, and what to do."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import types
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from fsdp_c.sharding.flat_param import FlatParamHandle
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, is_sharded_module, units_of
+from fsdp_c.sharding.wrap import unit_name
+
+_REMEDY = "fsdp_c.register_forward_method"
+_in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)  # it explains best
+
+
+def explaining(fsdp_module: ShardedModule, method: types.MethodType) -> types.MethodType:
+    """The same bound method of a wrapped module, whose errors on sharded parameters name the unit and the remedy."""
+    function = method.__func__
+
+    @functools.wraps(function)
+    def explained(*args: Any, **kwargs: Any) -> Any:
+        outside = _in_method.set(True)
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            _explain_method(error, fsdp_module, method.__name__)
+            raise
+        finally:
+            _in_method.reset(outside)
+
+    return types.MethodType(explained, method.__self__)
+
+
+def explain_in_forward(error: BaseException, fsdp_module: ShardedModule) -> None:
+    """The same for an ``error`` in the forward of the unit, of a layer whose forward was called past its unit."""
+    _explain_layer(error, units_of(fsdp_module))
+
+
+class LayerCall:
+    """What a layer's ``__call__`` calls while its unit keeps its parameters sharded: explains the error this ends in.
+
+    It stands in ``_compiled_call_impl`` of the layer, which copies and pickles leave behind, and is taken away while
+    the unit's forward runs. Called where the parameters are gathered after all (in a recomputation, or inside
+    summon_full_params) it steps aside until they are sharded again.
+    """
+
+    __slots__ = ("_handle", "_layer")
+
+    def __init__(self, handle: FlatParamHandle, layer: nn.Module) -> None:
+        self._handle = weakref.ref(handle)
+        self._layer = weakref.ref(layer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer, handle = self._layer(), self._handle()
+        assert layer is not None, "a layer is alive in its own call"
+        if handle is not None and not handle.shows_sharded:
+            handle.call_layers_directly()
+        try:
+            return layer._call_impl(*args, **kwargs)
+        except (RuntimeError, IndexError) as error:
+            if not _in_method.get():
+                _explain_layer(error, claimed_units())
+            raise
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return types.NoneType, ()
+
+
+def explain_layers(handle: FlatParamHandle) -> None:
+    """From now on an error of a layer of the unit that is called past it, anywhere, names the unit and the remedy.
+
+    So until the unit has run a few training steps; after them a step costs nothing, and such calls are explained where
+    the last forward was one without gradients.
+    """
+    if handle.uses_sharded_strategy and handle.world_size > 1:
+        handle.set_layer_calls([(vars(layer), LayerCall(handle, layer)) for layer in _layers(handle)])
+
+
+def _layers(handle: FlatParamHandle) -> dict[nn.Module, str]:
+    """The modules that show parameters of the unit, shared ones included, and the names of their places in it."""
+    flat_param = handle.flat_param
+    own = {info.module: info.module_name for info in flat_param._param_infos}
+    return {info.module: info.module_name for info in flat_param._shared_param_infos} | own
+
+
+def _explain_method(error: Exception, fsdp_module: ShardedModule, method: str) -> None:
+    """Add to the message where the innermost module on the way to ``error`` has parameters that are sharded now."""
+    found = _sharded_unit(error, units_of(fsdp_module))
+    if found is not None:
+        _add(
+            error,
+            *found,
+            f"{unit_name(fsdp_module.module)}.{method}() is not a forward. To gather them for it call {_REMEDY}("
+            f"module, {method!r}) once, on the unit or the module that it wraps",
+        )
+
+
+def _explain_layer(error: BaseException, units: Iterable[ShardedModule]) -> None:
+    found = _sharded_unit(error, units) if isinstance(error, (RuntimeError, IndexError)) else None
+    if found is not None:
+        _add(
+            error,
+            *found,
+            "it was called outside of that unit's forward. Call the unit; or give the unit's module a method that "
+            f"makes the call, and gather for it by {_REMEDY}(module, name); or wrap the layer as a unit of its own",
+        )
+
+
+def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: str) -> None:
+    if len(error.args) == 1 and _REMEDY not in str(error.args[0]):
+        error.args = (
+            f"{error.args[0]}\n(rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: the parameters of "
+            f"{where} are sharded now, because {reason}; to look at whole parameters use "
+            "FullyShardedDataParallel.summon_full_params(module).)",
+        )
+
+
+def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple[ShardedModule, str] | None:
+    """The one of ``units`` that keeps the parameters of the innermost module in the traceback, and that module's name.
+
+    None where that unit had gathered them: it was in its own forward when the error came.
+    """
+    module: nn.Module | None = None
+    in_forward: set[ShardedModule] = set()
+    traceback = error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_code.co_name in ("forward", "forward_method"):
+            found = [frame.f_locals.get(name) for name in ("self", "fsdp_module")]
+            in_forward.update(value for value in found if is_sharded_module(value))
+        if isinstance(own := frame.f_locals.get("self"), nn.Module):
+            module = own
+        traceback = traceback.tb_next
+    for inner in units:
+        handle = inner._handle
+        if handle is None or inner in in_forward or not handle.shows_sharded:
+            continue
+        name = _layers(handle).get(module) if module is not None else None
+        if name is not None:
+            return inner, repr(name) if name else "the unit itself"
+    return None
