@@ -30,7 +30,13 @@ PYTHON_LAYERS = (  # packages, and modules beside them
 )
 STATEFUL = ("handle", "runtime")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
-STATE_OWNERS = {"param_state": "handle", "training_state": "handle", "shown": "handle", "phase": "runtime"}
+STATE_OWNERS = {
+    "param_state": "handle",
+    "training_state": "handle",
+    "shown": "handle",
+    "phase": "runtime",
+    "reduction": "runtime",
+}
 LIBTORCH_NAME = re.compile(
     r"\b(aoti_\w+|AtenTensorHandle|StableListHandle|StringHandle|torch_(?:library|call|parallel|exception|list|dtype)\w*)\b"
 )
@@ -411,12 +417,18 @@ LOWER_H = """
 struct lower { int count; PyObject *shard; };
 int lower_verb(struct lower *lower);
 """
+UNIT_H = """
+struct unit { struct handle *handle; int phase, reduction; };
+int unit_use(struct unit *u, int to);
+void unit_reduce(struct unit *u, int to);
+"""
 UNIT_C = """
 int unit_use(struct unit *u, int to)
 {
     u->phase = to;
     return 0;
 }
+void unit_reduce(struct unit *u, int to) { u->reduction = to; }
 """
 SOUND = {
     "csrc/base/memory.h": "void *memory_new(void);\nextern int memory_count;",
@@ -424,7 +436,7 @@ SOUND = {
     "csrc/handle/handle.h": HANDLE_H,
     "csrc/handle/lower.h": LOWER_H,
     "csrc/handle/lower.c": "int lower_verb(struct lower *lower) { return ++lower->count; }",
-    "csrc/runtime/unit.h": "struct unit { struct handle *handle; int phase; };\nint unit_use(struct unit *);",
+    "csrc/runtime/unit.h": UNIT_H,
     "csrc/handle/handle.c": HANDLE_C,
     "csrc/runtime/unit.c": UNIT_C,
     "fsdp_c/__init__.py": "from .api import A\nfrom . import wrap\n",

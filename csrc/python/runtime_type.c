@@ -108,8 +108,8 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
     PyObject *names, *group, *device;
     if (!PyArg_ParseTuple(args, "O!OO", &PyList_Type, &names, &group, &device))
         return NULL;
-    order_set_check(&runtime->order, order_check_new(names, group, device));
-    return none_or_error(runtime->order.check ? 0 : -1);
+    order_set_validation(&runtime->order, order_validation_new(names, group, device));
+    return none_or_error(runtime->order.validation ? 0 : -1);
 }
 
 static PyMethodDef methods[] = {

@@ -113,7 +113,7 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
     long state = PyLong_AsLong(value);
     if (state == -1 && PyErr_Occurred())
         return NULL;
-    struct unit *next = unit->handle && unit->runtime ? order_next(unit, (enum training_state)state) : NULL;
+    struct unit *next = unit->handle && unit->runtime ? unit_next(unit, (enum training_state)state) : NULL;
     return Py_NewRef(next ? next->handle_object : Py_None);
 }
 

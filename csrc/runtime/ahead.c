@@ -1,5 +1,66 @@
-/* Gathering a unit ahead of its forward on the user's word, and a step that begins without its root. */
+/* Gathering a unit ahead of its turn: in the order of units (D-110 to D-116), or on the user's word. A step that begins without its
+ * root. */
 #include "runtime/runtime.h"
+
+/* ---- in the order of units ---- */
+
+static bool can_prefetch(const struct unit *unit) {
+    return !unit->place.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
+}
+
+static struct unit *next_forward(const struct unit *unit) {
+    const struct order *order = &unit->runtime->order;
+    for (int64_t distance = 1; unit->forward_prefetch && distance <= order->forward_prefetch_limit; distance++) {
+        int64_t next = order_after(order, &unit->place, distance);
+        if (next < 0)
+            return NULL;
+        if (can_prefetch(unit->runtime->units[next]))
+            return unit->runtime->units[next];
+    }
+    return NULL;
+}
+
+static struct unit *next_backward(const struct unit *unit) {
+    const struct order *order = &unit->runtime->order;
+    for (int64_t distance = 1; distance <= order->backward_prefetch_limit; distance++) {
+        int64_t next = order_before(order, &unit->place, distance);
+        if (next < 0)
+            return NULL;
+        struct unit *candidate = unit->runtime->units[next];
+        if (candidate->needs_pre_backward_unshard && can_prefetch(candidate))
+            return candidate;
+    }
+    return NULL;
+}
+
+struct unit *unit_next(const struct unit *unit, enum training_state state) {
+    if (state == USE_FORWARD)
+        return next_forward(unit);
+    if (state == USE_BACKWARD_PRE && unit->backward_prefetch == PREFETCH_BACKWARD_PRE)
+        return next_backward(unit);
+    if (state == USE_BACKWARD_POST && unit->backward_prefetch == PREFETCH_BACKWARD_POST)
+        return next_backward(unit);
+    return NULL;
+}
+
+int unit_gather_ahead(struct unit *candidate, enum training_state state) {
+    if (!can_prefetch(candidate))
+        return 0;
+    int chosen = state == USE_FORWARD ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
+    if (chosen < 0 || unit_gather(candidate) < 0)
+        return -1;
+    order_place_set_prefetched(&candidate->place, true);
+    return 0;
+}
+
+int unit_prefetch(struct unit *unit, enum training_state state) {
+    for (struct unit *next; (next = unit_next(unit, state)) != NULL;)
+        if (unit_gather_ahead(next, state) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- on the user's word ---- */
 
 int unit_begin_step_alone(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
@@ -17,12 +78,12 @@ int unit_unshard(struct unit *unit) {
                      (long long)handle->param.layout.rank, unit->name);
         return -1;
     }
-    if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || schedule_unshard(unit) < 0)
+    if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_gather(unit) < 0)
         return -1;
     order_place_set_prefetched(&unit->place, true);
     return handle_show_views(handle);
 }
 
 int unit_wait_unsharded(struct unit *unit) {
-    return unit->handle && unit->runtime ? schedule_wait_unsharded(unit) : 0;
+    return unit->handle && unit->runtime ? unit_wait_gathered(unit) : 0;
 }

@@ -19,7 +19,7 @@ static int unshard_for_backward(struct unit *unit) {
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
     ledger_enter(unit->ledger_index, LEDGER_BACKWARD_GATHER);
-    if (unit_precision_for_backward(unit) < 0 || schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || unit_gather(unit) < 0 || unit_wait_gathered(unit) < 0)
         return -1;
     ledger_enter(unit->ledger_index, LEDGER_BACKWARD);
     unit->needs_pre_backward_unshard = false;
@@ -70,7 +70,7 @@ static int reshard_in_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool free_storage =
         !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
-    return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
 static int prefetch_after_backward(struct unit *unit) {
@@ -88,7 +88,7 @@ int unit_post_backward_reshard(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || schedule_pack(unit) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || runtime_pack(runtime, unit) < 0)
         return -1;
     if (operations.post_backward_reshard(unit) < 0)
         return -1;

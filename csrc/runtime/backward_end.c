@@ -35,41 +35,11 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     return 0;
 }
 
-/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
-static int step_in_backward(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
-        return -1;
-    if (gradients_hand_over(&unit->handle->gradients) < 0)
-        return -1;
-    schedule_note_stepped(unit);
-    if (callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL) < 0)
-        return -1;
-    return handle_collect_user_grads(unit->handle);
-}
-
-int runtime_reduce(struct runtime *runtime, struct unit *unit) {
-    runtime->reducing = unit;
-    return schedule_reduce(unit);
-}
-
-int runtime_finish_reduction(struct runtime *runtime) {
-    struct unit *unit = runtime->reducing;
-    runtime->reducing = NULL;
-    if (!unit)
-        return 0;
-    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_REDUCE);
-    if (schedule_finish_reduction(unit) < 0)
-        return -1;
-    ledger_leave(place);
-    return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
-}
-
 static int reshard_at_the_end(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool free_storage =
         !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
-    return schedule_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
 static int finalise_handle(struct unit *unit) {
@@ -86,7 +56,7 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
-    if (schedule_pack(unit) < 0)
+    if (runtime_pack(runtime, unit) < 0)
         return -1;
     return runtime_reduce(runtime, unit) < 0 ? -1 : runtime_finish_reduction(runtime);
 }

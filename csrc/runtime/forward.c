@@ -57,11 +57,21 @@ static int begin_forward(struct unit *unit) {
     return -1;
 }
 
+/* Nothing marks the end of an iteration in evaluation. */
+static int validate_order(struct unit *unit) {
+    struct order *order = &unit->runtime->order;
+    int training = order->validation ? unit_is_training(unit) : 0;
+    return training > 0 ? order_validate(order, &unit->place) : training;
+}
+
 static int unshard_for_forward(struct unit *unit) {
-    if (order_record_pre_forward(unit) < 0 || unit_begin_step_alone(unit) < 0)
+    if (validate_order(unit) < 0)
+        return -1;
+    order_record_pre_forward(&unit->runtime->order, &unit->place);
+    if (unit_begin_step_alone(unit) < 0)
         return -1;
     uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD_GATHER);
-    if (schedule_unshard(unit) < 0 || schedule_wait_unsharded(unit) < 0)
+    if (unit_gather(unit) < 0 || unit_wait_gathered(unit) < 0)
         return -1;
     ledger_leave(place);
     order_place_set_prefetched(&unit->place, false);
@@ -106,7 +116,7 @@ static int reshard_after_forward(struct unit *unit) {
     bool expected = unit->needs_pre_backward_unshard;
     bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
     bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
-    if (order_record_post_forward(unit) < 0 || schedule_reshard(unit, free_storage) < 0)
+    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 || unit_reshard(unit, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
     if (!views_stay && handle_show_sharded(handle) < 0)
@@ -147,7 +157,7 @@ static void abandon_forward(struct unit *unit) {
     unit_set_phase(unit, PHASE_IDLE);
     order_place_set_prefetched(&unit->place, false);
     if (unit->handle) {
-        schedule_reshard(unit, true);
+        unit_reshard(unit, true);
         handle_show_sharded(unit->handle);
         handle_set_training_state(unit->handle, USE_IDLE);
     }

@@ -17,12 +17,12 @@ static int own_register_pre_backward_hooks(struct unit *unit, PyObject **outputs
 
 #define OWN_OPERATIONS                                                                                                 \
     {                                                                                                                  \
-        .is_there = schedule_is_there,                                                                                 \
-        .prepare_gather = schedule_prepare_gather,                                                                     \
-        .gather = schedule_gather,                                                                                     \
+        .is_there = unit_is_there,                                                                                     \
+        .prepare_gather = unit_prepare_gather,                                                                         \
+        .gather = unit_enqueue_gather,                                                                                 \
         .reshard = own_reshard,                                                                                        \
         .post_backward_reshard = unit_post_backward_reshard,                                                           \
-        .prefetch = order_prefetch,                                                                                    \
+        .prefetch = unit_prefetch,                                                                                     \
         .register_pre_backward_hooks = own_register_pre_backward_hooks,                                                \
         .register_post_backward_hook = unit_register_post_backward_hook,                                               \
     }
@@ -133,7 +133,7 @@ static int replaced_prefetch(struct unit *unit, enum training_state state) {
             return -1;
         if (!chosen)
             return 0;
-        if (order_gather_ahead(chosen, state) < 0)
+        if (unit_gather_ahead(chosen, state) < 0)
             return -1;
     }
     return 0;

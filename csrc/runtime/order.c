@@ -1,9 +1,11 @@
-/* Execution order and prefetch (D-110 to D-116). */
-#include "runtime/runtime.h"
+#include "runtime/order.h"
 
-/* ---- of a root ---- */
+#include "base/check.h"
+
+/* ---- life ---- */
 
 int order_init(struct order *order, int64_t num_units) {
+    order->num_units = num_units;
     order->capacity = num_units + 1;
     order->pre = PyMem_Calloc((size_t)order->capacity, sizeof *order->pre);
     order->post = PyMem_Calloc((size_t)order->capacity, sizeof *order->post);
@@ -15,7 +17,7 @@ int order_init(struct order *order, int64_t num_units) {
 }
 
 void order_fini(struct order *order) {
-    order_set_check(order, NULL);
+    order_set_validation(order, NULL);
     PyMem_Free(order->pre);
     PyMem_Free(order->post);
     order->pre = order->post = NULL;
@@ -26,9 +28,9 @@ void order_set_limits(struct order *order, int64_t backward, int64_t forward) {
     order->forward_prefetch_limit = forward;
 }
 
-void order_set_check(struct order *order, struct order_check *check) {
-    order_check_free(order->check);
-    order->check = check;
+void order_set_validation(struct order *order, struct order_validation *validation) {
+    order_validation_free(order->validation);
+    order->validation = validation;
 }
 
 void order_forget_forwards(struct order *order) {
@@ -38,26 +40,27 @@ void order_forget_forwards(struct order *order) {
 void order_next_iteration(struct order *order) {
     order->iteration++;
     order_forget_forwards(order);
-    if (order->check)
-        order_check_next_iteration(order->check);
+    if (order->validation)
+        order_validation_next_iteration(order->validation);
+    CHECKED(order_check(order));
 }
 
 /* ---- recorded ---- */
 
-int order_record_pre_forward(struct unit *unit) {
-    struct order *order = &unit->runtime->order;
-    if (order->check && order_check_pre_forward(order->check, unit) < 0)
-        return -1;
-    if (order->iteration > 0 || unit->place.pre_forward >= 0)
-        return 0;
-    unit->place.pre_forward = order->num_pre;
-    order->pre[order->num_pre++] = unit;
-    return 0;
+int order_validate(struct order *order, const struct order_place *place) {
+    return order_validation_pre_forward(order->validation, place->unit, order->iteration == 0);
+}
+
+void order_record_pre_forward(struct order *order, struct order_place *place) {
+    if (order->iteration > 0 || place->pre_forward >= 0)
+        return;
+    place->pre_forward = order->num_pre;
+    order->pre[order->num_pre++] = place->unit;
 }
 
 static int grow(struct order *order) {
     int64_t capacity = order->capacity * 2;
-    struct unit **post = PyMem_Realloc(order->post, (size_t)capacity * sizeof *post);
+    int64_t *post = PyMem_Realloc(order->post, (size_t)capacity * sizeof *post);
     if (!post) {
         PyErr_NoMemory();
         return -1;
@@ -67,68 +70,54 @@ static int grow(struct order *order) {
     return 0;
 }
 
-int order_record_post_forward(struct unit *unit) {
-    struct order *order = &unit->runtime->order;
-    if (unit->place.post_forward > 0)
+int order_record_post_forward(struct order *order, struct order_place *place) {
+    if (place->post_forward > 0)
         return 0; /* the unit at index 0 is recorded again, as upstream does (D-111) */
     if (order->num_post == order->capacity && grow(order) < 0)
         return -1;
-    unit->place.post_forward = order->num_post;
-    order->post[order->num_post++] = unit;
+    place->post_forward = order->num_post;
+    order->post[order->num_post++] = place->unit;
     return 0;
 }
 
-/* ---- gathered ahead ---- */
+/* ---- neighbours ---- */
 
-static bool can_prefetch(const struct unit *unit) {
-    return !unit->place.prefetched && unit->handle->storage.param_state == PARAM_SHARDED;
+int64_t order_after(const struct order *order, const struct order_place *place, int64_t distance) {
+    int64_t there = place->pre_forward + distance;
+    return place->pre_forward >= 0 && there < order->num_pre ? order->pre[there] : -1;
 }
 
-static struct unit *next_forward(const struct unit *unit) {
-    const struct order *order = &unit->runtime->order;
-    int64_t here = unit->place.pre_forward, last = here + order->forward_prefetch_limit;
-    if (!unit->forward_prefetch || here < 0)
-        return NULL;
-    for (int64_t next = here + 1; next <= last && next < order->num_pre; next++)
-        if (can_prefetch(order->pre[next]))
-            return order->pre[next];
-    return NULL;
+int64_t order_before(const struct order *order, const struct order_place *place, int64_t distance) {
+    int64_t there = place->post_forward - distance;
+    return there >= 0 ? order->post[there] : -1;
 }
 
-static struct unit *next_backward(const struct unit *unit) {
-    const struct order *order = &unit->runtime->order;
-    int64_t here = unit->place.post_forward, last = here - order->backward_prefetch_limit;
-    for (int64_t next = here - 1; next >= last && next >= 0; next--) {
-        struct unit *candidate = order->post[next];
-        if (candidate->needs_pre_backward_unshard && can_prefetch(candidate))
-            return candidate;
-    }
-    return NULL;
+/* ---- the invariant ---- */
+
+#ifdef FSDP_C_CHECK
+static bool are_units(const struct order *order, const int64_t *units, int64_t count) {
+    for (int64_t i = 0; i < count; i++)
+        if (units[i] < 0 || units[i] >= order->num_units)
+            return false;
+    return true;
 }
 
-struct unit *order_next(const struct unit *unit, enum training_state state) {
-    if (state == USE_FORWARD)
-        return next_forward(unit);
-    if (state == USE_BACKWARD_PRE && unit->backward_prefetch == PREFETCH_BACKWARD_PRE)
-        return next_backward(unit);
-    if (state == USE_BACKWARD_POST && unit->backward_prefetch == PREFETCH_BACKWARD_POST)
-        return next_backward(unit);
-    return NULL;
+static bool is_at(const int64_t *units, int64_t count, int64_t place, int64_t unit) {
+    return place == -1 || (place >= 0 && place < count && units[place] == unit);
+}
+#endif
+
+void order_check(const struct order *order) {
+    (void)order; /* without FSDP_C_CHECK */
+    INVARIANT(order->num_pre <= order->num_units && order->num_post <= order->capacity);
+    INVARIANT(are_units(order, order->pre, order->num_pre));
+    INVARIANT(are_units(order, order->post, order->num_post));
+    INVARIANT(order->backward_prefetch_limit >= 0 && order->forward_prefetch_limit >= 0);
 }
 
-int order_gather_ahead(struct unit *candidate, enum training_state state) {
-    if (!can_prefetch(candidate))
-        return 0;
-    int chosen = state == USE_FORWARD ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || schedule_unshard(candidate) < 0)
-        return -1;
-    order_place_set_prefetched(&candidate->place, true);
-    return 0;
-}
-
-int order_prefetch(struct unit *unit, enum training_state state) {
-    for (struct unit *next; (next = order_next(unit, state)) != NULL;)
-        if (order_gather_ahead(next, state) < 0)
-            return -1;
-    return 0;
+void order_check_place(const struct order *order, const struct order_place *place) {
+    (void)order;
+    (void)place;
+    INVARIANT(is_at(order->pre, order->num_pre, place->pre_forward, place->unit));
+    INVARIANT(is_at(order->post, order->num_post, place->post_forward, place->unit));
 }

@@ -16,7 +16,7 @@ static int use(struct unit *unit, enum precision precision) {
     struct handle *handle = unit->handle;
     if (storage_precision(&handle->storage) == precision)
         return 0;
-    return schedule_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
+    return unit_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
 }
 
 int unit_precision_for_forward(struct unit *unit) {

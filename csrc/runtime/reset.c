@@ -8,8 +8,7 @@
 
 static int reset(struct runtime *runtime) {
     PyErr_Clear();
-    runtime->reducing = NULL;
-    if (schedule_join(&runtime->schedule) < 0)
+    if (runtime_drop_reduction(runtime) < 0 || schedule_join(&runtime->schedule) < 0)
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
@@ -22,7 +21,7 @@ static int reset(struct runtime *runtime) {
             if (handle->gradients.in_backward)
                 gradients_drop(&handle->gradients);
             handle_set_training_state(handle, USE_IDLE);
-            if (schedule_reshard(unit, true) < 0 || handle_show_sharded(handle) < 0)
+            if (unit_reshard(unit, true) < 0 || handle_show_sharded(handle) < 0)
                 return -1;
         }
         if (unit_end_step(unit) < 0)

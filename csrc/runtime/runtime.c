@@ -41,7 +41,7 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
     if (order_init(&runtime->order, (int64_t)count) < 0)
         return -1;
     for (size_t i = 0; i < count; i++) {
-        if (unit_bind(units[i], runtime, i == 0) < 0)
+        if (unit_bind(units[i], runtime, (int64_t)i) < 0)
             return -1;
         runtime->units[runtime->num_units++] = units[i];
     }
@@ -93,7 +93,7 @@ int runtime_root_pre_forward(struct runtime *runtime) {
     runtime->trains = torch_grad_enabled();
     if (runtime_tell_of_left_out(runtime) < 0)
         return -1;
-    if (schedule_begin_step(&runtime->schedule) < 0 || schedule_reserve(runtime) < 0)
+    if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
         return -1;
     return runtime_collect_user_grads(runtime);
 }

@@ -51,12 +51,17 @@ int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
 void runtime_leave_forward(struct runtime *runtime);
 
+int runtime_reserve(struct runtime *runtime); /* reserve.c: before the first step, memory for what it gathers */
+
 /* backward_end.c. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(struct runtime *runtime);
-int runtime_reduce(struct runtime *runtime,
-                   struct unit *unit);                 /* of what was packed; it is the one in flight from now on */
-int runtime_finish_reduction(struct runtime *runtime); /* of the unit in flight, if there is one */
+
+/* reduction.c. 0 or -1 */
+int runtime_pack(struct runtime *runtime, struct unit *unit);
+int runtime_reduce(struct runtime *runtime, struct unit *unit); /* what was packed; it is in flight from now on */
+int runtime_finish_reduction(struct runtime *runtime);          /* of the unit in flight, if there is one */
+int runtime_drop_reduction(struct runtime *runtime);            /* after an exception */
 
 /* reset.c. 0 or -1 */
 int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */

@@ -9,6 +9,7 @@ static void check_unit(const struct unit *unit) {
     INVARIANT(unit->phase == PHASE_IDLE && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
     INVARIANT(unit->place.post_forward == -1 && !unit->place.prefetched && !unit->gather.pending);
     INVARIANT(!unit->reshard_hook);
+    order_check_place(&unit->runtime->order, &unit->place);
     INVARIANT(!handle || handle->training_state == USE_IDLE);
     INVARIANT(!handle || (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
     INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
@@ -17,6 +18,9 @@ static void check_unit(const struct unit *unit) {
 void runtime_check(const struct runtime *runtime) {
     INVARIANT(!runtime->callback_queued && !runtime->reducing && !runtime->resetting && !runtime->num_in_forward);
     INVARIANT(runtime->order.num_post == 0);
+    order_check(&runtime->order);
+    schedule_check(&runtime->schedule);
+    INVARIANT(schedule_is_settled(&runtime->schedule));
     for (int64_t i = 0; i < runtime->num_units; i++)
         check_unit(runtime->units[i]);
 }

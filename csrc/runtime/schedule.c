@@ -1,9 +1,5 @@
 #include "runtime/schedule.h"
 
-#include "runtime/callbacks.h"
-#include "runtime/operations.h"
-#include "runtime/runtime.h"
-#include "runtime/watch.h"
 #include "torch/profile.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
@@ -30,85 +26,14 @@ void schedule_fini(struct schedule *schedule) {
     pool_fini(&schedule->pool);
 }
 
-void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
-    stream_event_destroy(&schedule->streams, &gather->gathered);
-}
-
-void schedule_note_stepped(struct unit *unit) {
-    unit->gather.stepped_in = unit->runtime->schedule.num_begins;
-}
-
-/* ---- the pool: how many units are gathered at a time ---- */
-
-/* In use, gathered ahead, and in forward held until its last use is settled. */
-static int64_t units_at_a_time(const struct runtime *runtime) {
-    int64_t forward = 2, backward = 1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        const struct unit *unit = runtime->units[i];
-        if (unit->forward_prefetch)
-            forward = 2 + runtime->order.forward_prefetch_limit;
-        if (unit->backward_prefetch != PREFETCH_NONE)
-            backward = 1 + runtime->order.backward_prefetch_limit;
-    }
-    return forward > backward ? forward : backward;
-}
-
-static bool has_storage_to_take(const struct unit *unit) {
-    return unit->handle && storage_wants_memory(&unit->handle->storage);
-}
-
-/* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
-static bool stays_gathered(const struct unit *unit) {
-    return unit->is_root || (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
-}
-
-/* The largest among the units that give their storage back in a step; NULL when all have some. */
-static struct unit *next_to_take(const struct runtime *runtime) {
-    struct unit *largest = NULL;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
-        if (!has_storage_to_take(unit) || stays_gathered(unit))
-            continue;
-        if (!largest || unit->handle->storage.copy->full.nbytes > largest->handle->storage.copy->full.nbytes)
-            largest = unit;
-    }
-    return largest;
-}
-
-static int take_all(struct runtime *runtime) {
-    struct unit *unit;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        unit = runtime->units[i];
-        if (has_storage_to_take(unit) && stays_gathered(unit) && storage_reserve(&unit->handle->storage) < 0)
-            return -1;
-    }
-    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_to_take(runtime)); i--)
-        if (storage_reserve(&unit->handle->storage) < 0)
-            return -1;
-    return 0;
-}
-
-static int give_all_back(struct runtime *runtime) {
-    int result = 0;
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle && storage_release_reserved(&runtime->units[i]->handle->storage) < 0)
-            result = -1;
-    return result;
-}
-
-/* On the unshard stream, to which the memory belongs from then on. */
-int schedule_reserve(struct runtime *runtime) {
-    struct schedule *schedule = &runtime->schedule;
-    if (schedule->pool.reserved || !streams_are_real(&schedule->streams))
-        return 0;
-    schedule->pool.reserved = true;
-    if (stream_enter(&schedule->streams, STREAM_UNSHARD) < 0)
-        return -1;
-    int result = take_all(runtime);
-    if (give_all_back(runtime) < 0)
-        result = -1;
+/* The end of what stream_enter began: `*mark`, where there is one, is recorded after what was enqueued, unless that failed. */
+static int leave(struct schedule *schedule, enum stream_role role, stream_event *mark, int result) {
+    if (!result && mark)
+        result = stream_record(&schedule->streams, role, mark);
     return stream_leave(&schedule->streams) < 0 ? -1 : result;
 }
+
+/* ---- gathers ---- */
 
 int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
@@ -118,6 +43,68 @@ int schedule_begin_step(struct schedule *schedule) {
     if (stream_wait(streams, STREAM_PRE_UNSHARD, schedule->step_begin) < 0)
         return -1;
     return stream_wait(streams, STREAM_UNSHARD, schedule->step_begin);
+}
+
+bool schedule_wants_memory(const struct schedule *schedule) {
+    return !schedule->pool.reserved && streams_are_real(&schedule->streams);
+}
+
+/* On the unshard stream, to which the memory belongs from then on. */
+int schedule_begin_reserve(struct schedule *schedule) {
+    schedule->pool.reserved = true;
+    return stream_enter(&schedule->streams, STREAM_UNSHARD);
+}
+
+int schedule_end_reserve(struct schedule *schedule, int result) {
+    return leave(schedule, STREAM_UNSHARD, NULL, result);
+}
+
+/* Beside the gather before it, and while the host waits for the limiter. */
+int schedule_begin_input(struct schedule *schedule) {
+    return stream_enter(&schedule->streams, STREAM_PRE_UNSHARD);
+}
+
+int schedule_end_input(struct schedule *schedule, bool uploads, int result) {
+    if (leave(schedule, STREAM_PRE_UNSHARD, &schedule->input_made, result) < 0)
+        return -1;
+    schedule->uploading = schedule->uploading || uploads;
+    return stream_wait(&schedule->streams, STREAM_UNSHARD, schedule->input_made);
+}
+
+int schedule_begin_gather(struct schedule *schedule) {
+    return stream_enter(&schedule->streams, STREAM_UNSHARD);
+}
+
+int schedule_end_gather(struct schedule *schedule, struct gather_mark *gather, int result) {
+    result = leave(schedule, STREAM_UNSHARD, &gather->gathered, result);
+    gather->pending = !result;
+    return result;
+}
+
+int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather) {
+    bool pending = gather->pending;
+    gather->pending = false;
+    return pending ? stream_wait(&schedule->streams, STREAM_COMPUTE, gather->gathered) : 0;
+}
+
+int schedule_hold_input(struct schedule *schedule, struct buffer *input) {
+    return input && streams_are_real(&schedule->streams) ? deferred_free_add(&schedule->inputs, input) : 0;
+}
+
+int schedule_give_back(struct schedule *schedule) {
+    return deferred_free_settle(&schedule->unsharded);
+}
+
+void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
+    stream_event_destroy(&schedule->streams, &gather->gathered);
+}
+
+void schedule_note_stepped(const struct schedule *schedule, struct gather_mark *gather) {
+    gather->stepped_in = schedule->num_begins;
+}
+
+bool schedule_has_stepped(const struct schedule *schedule, const struct gather_mark *gather) {
+    return gather->stepped_in == schedule->num_begins;
 }
 
 /* ---- rate limiter: the host runs at most LIMITER_DEPTH frees ahead of the device (D-034) ---- */
@@ -132,9 +119,8 @@ static int wait_for_free(struct schedule *schedule) {
 }
 
 /* The range is there where there is nothing to wait for as well, once as much was freed as may be in flight: as upstream's. */
-static int limiter_wait(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    if (!unit->limit_all_gathers || schedule->num_frees < LIMITER_DEPTH)
+int schedule_limit(struct schedule *schedule) {
+    if (schedule->num_frees < LIMITER_DEPTH)
         return 0;
     PyObject *range = profile_begin_inner("FullyShardedDataParallel.rate_limiter");
     int result = wait_for_free(schedule);
@@ -142,7 +128,7 @@ static int limiter_wait(struct unit *unit) {
     return result;
 }
 
-static int limiter_note_free(struct schedule *schedule) {
+int schedule_note_free(struct schedule *schedule) {
     schedule->num_frees++;
     if (!streams_are_real(&schedule->streams))
         return 0;
@@ -153,122 +139,6 @@ static int limiter_note_free(struct schedule *schedule) {
     }
     int slot = (schedule->limiter_first + schedule->limiter_count++) % LIMITER_DEPTH;
     return stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->limiter[slot]);
-}
-
-/* ---- failure ---- */
-
-static enum ledger_phase gather_phase(const struct unit *unit) {
-    enum training_state state = unit->handle->training_state;
-    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? LEDGER_BACKWARD_GATHER : LEDGER_FORWARD_GATHER;
-}
-
-/* A collective failed: its error says of which unit and phase and, where ledgers are kept, where the other ranks are. Where it was
- * only being enqueued, that goes for the backend's own errors. Returns -1. */
-static int explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueued) {
-    PyObject *type, *value, *traceback;
-    ledger_enter(unit->ledger_index, phase);
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *done =
-        PyObject_CallFunction(callbacks.explain_failed_collective, "OiLOi", value, (int)phase,
-                              (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued);
-    if (!done)
-        PyErr_Clear();
-    Py_XDECREF(done);
-    PyErr_Restore(type, value, traceback);
-    return -1;
-}
-
-/* ---- unshard and reshard ---- */
-
-/* The shard is the whole, where computation is: nothing is enqueued. */
-bool schedule_is_there(const struct unit *unit) {
-    return unit->handle->storage.copy->is_local;
-}
-
-/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
- * after that, and after a step of the unit's optimizers in this backward. */
-static int take_changes(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    bool has_stepped = unit->gather.stepped_in == schedule->num_begins, copied;
-    if (handle_take_changes(unit->handle, &copied) < 0)
-        return -1;
-    return copied || has_stepped ? schedule_begin_step(schedule) : 0;
-}
-
-/* What the gather reads is made beside the gather before it, and while the host waits for the limiter. */
-static int make_input(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct streams *streams = &schedule->streams;
-    if (!streams_are_real(streams) || !storage_gather_input(&unit->handle->storage))
-        return 0;
-    if (stream_enter(streams, STREAM_PRE_UNSHARD) < 0)
-        return -1;
-    int result = handle_pre_unshard(unit->handle);
-    if (result < 0)
-        explain_failure(unit, gather_phase(unit), false);
-    if (stream_leave(streams) < 0 || result < 0)
-        return -1;
-    if (stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made) < 0)
-        return -1;
-    schedule->uploading = schedule->uploading || unit->handle->storage.offload;
-    return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
-}
-
-int schedule_prepare_gather(struct unit *unit) {
-    return take_changes(unit) < 0 ? -1 : make_input(unit);
-}
-
-static int hold_input(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct buffer *input = storage_gather_input(&unit->handle->storage);
-    return input && streams_are_real(&schedule->streams) ? deferred_free_add(&schedule->inputs, input) : 0;
-}
-
-int schedule_gather(struct unit *unit) {
-    return handle_unshard_enqueue(unit->handle) < 0 ? -1 : hold_input(unit);
-}
-
-int schedule_unshard(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct streams *streams = &schedule->streams;
-    if (unit->handle->storage.param_state != PARAM_SHARDED)
-        return edits_check_views(&unit->handle->edits);
-    if (operations.is_there(unit))
-        return handle_unshard_enqueue(unit->handle);
-    if (operations.prepare_gather(unit) < 0 || limiter_wait(unit) < 0 || stream_enter(streams, STREAM_UNSHARD) < 0) {
-        handle_free_unshard(unit->handle);
-        return -1;
-    }
-    int result = operations.gather(unit);
-    if (result < 0)
-        explain_failure(unit, gather_phase(unit), false);
-    else
-        result = stream_record(streams, STREAM_UNSHARD, &unit->gather.gathered);
-    unit->gather.pending = !result;
-    return stream_leave(streams) < 0 ? -1 : result;
-}
-
-int schedule_wait_unsharded(struct unit *unit) {
-    bool pending = unit->gather.pending;
-    unit->gather.pending = false;
-    if (storage_unshard_wait(&unit->handle->storage) < 0)
-        return explain_failure(unit, gather_phase(unit), true);
-    return pending ? stream_wait(&unit->runtime->schedule.streams, STREAM_COMPUTE, unit->gather.gathered) : 0;
-}
-
-int schedule_reshard(struct unit *unit, bool free_storage) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    bool held = unit->handle->storage.param_state != PARAM_SHARDED;
-    if (schedule_wait_unsharded(unit) < 0) /* gathered ahead for nothing */
-        return -1;
-    if (operations.reshard(unit, free_storage) < 0)
-        return -1;
-    return held && free_storage && !operations.is_there(unit) ? limiter_note_free(schedule) : 0;
-}
-
-int schedule_give_back(struct schedule *schedule) {
-    return deferred_free_settle(&schedule->unsharded);
 }
 
 /* ---- packing ---- */
@@ -282,63 +152,47 @@ static int release_packed(struct schedule *schedule) {
     return result;
 }
 
-static int mark_received(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    if (gradients_take_memory(&unit->handle->gradients) < 0)
-        return -1;
-    if (stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->received) < 0)
+static int mark_received(struct schedule *schedule, struct gradients *gradients) {
+    if (gradients_take_memory(gradients) < 0 ||
+        stream_record(&schedule->streams, STREAM_COMPUTE, &schedule->received) < 0)
         return -1;
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
 }
 
-static int pack_beside(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct streams *streams = &schedule->streams;
-    if (release_packed(schedule) < 0 || mark_received(unit) < 0 || stream_enter(streams, STREAM_POST_BACKWARD) < 0)
+static int pack_beside(struct schedule *schedule, struct gradients *gradients) {
+    if (release_packed(schedule) < 0 || mark_received(schedule, gradients) < 0 ||
+        stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
-    int result = gradients_pack_beside(&unit->handle->gradients, &schedule->packed_gradients);
-    if (!result)
-        result = stream_record(streams, STREAM_POST_BACKWARD, &schedule->packed);
-    return stream_leave(streams) < 0 ? -1 : result;
+    int result = gradients_pack_beside(gradients, &schedule->packed_gradients);
+    return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
 }
 
-int schedule_pack(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct gradients *gradients = &unit->handle->gradients;
-    if (watch_unit(unit, Py_None) < 0)
-        return -1;
+int schedule_pack(struct schedule *schedule, struct gradients *gradients) {
     schedule->packs_beside = streams_are_real(&schedule->streams) && gradients_pack_directly(gradients);
-    return schedule->packs_beside ? pack_beside(unit) : gradients_pack(gradients);
+    if ((schedule->packs_beside ? pack_beside(schedule, gradients) : gradients_pack(gradients)) < 0)
+        return -1;
+    return schedule_set_reduction(schedule, REDUCTION_PACKED, gradients->param);
 }
 
 /* ---- reduction ---- */
 
-int schedule_reduce(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    struct streams *streams = &schedule->streams;
-    struct gradients *gradients = &unit->handle->gradients;
-    if ((!schedule->packs_beside && mark_received(unit) < 0) || stream_enter(streams, STREAM_POST_BACKWARD) < 0)
+int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
+    if ((!schedule->packs_beside && mark_received(schedule, gradients) < 0) ||
+        stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = gradients_reduce_enqueue(gradients);
-    if (result < 0)
-        explain_failure(unit, LEDGER_REDUCE, false);
-    else if (gradients_reduce_twice(gradients))
-        result = stream_record(streams, STREAM_POST_BACKWARD, &schedule->scattered);
+    stream_event *scattered = gradients_reduce_twice(gradients) ? &schedule->scattered : NULL;
     if (schedule->packs_beside) /* its memory is taken again on the same stream */
         gradients_release_reduce_input(gradients);
-    return stream_leave(streams) < 0 ? -1 : result;
+    if (leave(schedule, STREAM_POST_BACKWARD, scattered, result) < 0)
+        return -1;
+    return schedule_set_reduction(schedule, REDUCTION_ENQUEUED, gradients->param);
 }
 
-static int finish_on(struct unit *unit, enum stream_role role, stream_event *end) {
-    struct streams *streams = &unit->runtime->schedule.streams;
-    if (stream_enter(streams, role) < 0)
+static int finish_on(struct schedule *schedule, struct gradients *gradients, enum stream_role role, stream_event *end) {
+    if (stream_enter(&schedule->streams, role) < 0)
         return -1;
-    int result = gradients_reduce_finish(&unit->handle->gradients);
-    if (result < 0)
-        explain_failure(unit, LEDGER_REDUCE, true);
-    else
-        result = stream_record(streams, role, end);
-    return stream_leave(streams) < 0 ? -1 : result;
+    return leave(schedule, role, end, gradients_reduce_finish(gradients));
 }
 
 /* The memory of the output before goes back to the stream that took it. */
@@ -350,42 +204,39 @@ static int release_scattered_output(struct schedule *schedule) {
     return result;
 }
 
-static int finish_hybrid_reduction(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
+static int finish_hybrid_reduction(struct schedule *schedule, struct gradients *gradients) {
     struct streams *streams = &schedule->streams;
     if (release_scattered_output(schedule) < 0 || stream_wait(streams, STREAM_ALL_REDUCE, schedule->scattered) < 0 ||
-        finish_on(unit, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
+        finish_on(schedule, gradients, STREAM_ALL_REDUCE, &schedule->all_reduced) < 0)
         return -1;
     schedule->all_reducing = true;
-    schedule->scattered_output = gradients_take_reduce_output(&unit->handle->gradients);
+    schedule->scattered_output = gradients_take_reduce_output(gradients);
     return schedule->packs_beside ? 0 : stream_wait(streams, STREAM_COMPUTE, schedule->scattered);
 }
 
 /* Computation waits at once where what is reduced is memory of its own. */
-static int finish_reduction(struct unit *unit) {
-    struct schedule *schedule = &unit->runtime->schedule;
-    if (finish_on(unit, STREAM_POST_BACKWARD, &schedule->reduced) < 0)
+static int finish_reduction(struct schedule *schedule, struct gradients *gradients) {
+    if (finish_on(schedule, gradients, STREAM_POST_BACKWARD, &schedule->reduced) < 0)
         return -1;
     schedule->reducing = schedule->packs_beside;
     return schedule->packs_beside ? 0 : stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced);
 }
 
-int schedule_finish_reduction(struct unit *unit) {
-    bool is_hybrid =
-        streams_are_real(&unit->runtime->schedule.streams) && gradients_reduce_twice(&unit->handle->gradients);
-    int result = is_hybrid ? finish_hybrid_reduction(unit) : finish_reduction(unit);
-    if (!result)
-        gradients_reduce_release(&unit->handle->gradients);
-    return result;
+int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients) {
+    bool is_hybrid = streams_are_real(&schedule->streams) && gradients_reduce_twice(gradients);
+    if ((is_hybrid ? finish_hybrid_reduction : finish_reduction)(schedule, gradients) < 0)
+        return -1;
+    gradients_reduce_release(gradients);
+    return schedule_set_reduction(schedule, REDUCTION_NONE, gradients->param);
 }
 
+/* Nothing is kept of the last one, also where the stream cannot wait. */
 static int wait_for_all_reduces(struct schedule *schedule) {
-    if (!schedule->all_reducing)
-        return 0;
+    int result = schedule->all_reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) : 0;
+    if (release_scattered_output(schedule) < 0)
+        result = -1;
     schedule->all_reducing = false;
-    if (stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->all_reduced) < 0)
-        return -1;
-    return release_scattered_output(schedule);
+    return result;
 }
 
 int schedule_wait_reduced(struct schedule *schedule) {

@@ -20,15 +20,22 @@
  * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (deferred_free.h),
  * and so is the output of a reduce-scatter that is reduced again; gradients are held until the compute stream waits for their
  * packing; what a side stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or
- * received first. Reduced shards that end as gradients are the compute stream's, which waits for them before anybody frees them. */
+ * received first. Reduced shards that end as gradients are the compute stream's, which waits for them before anybody frees them.
+ *
+ * Invariants: without streams nothing is held and nothing waited for. At most one reduction is on its way, and `reduction` says how far
+ * it has come. What the last all-reduce was of is kept until computation waits for it. */
 #ifndef FSDP_RUNTIME_SCHEDULE_H
 #define FSDP_RUNTIME_SCHEDULE_H
 
+#include "handle/gradients.h"
 #include "torch/deferred_free.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
 
 enum { LIMITER_DEPTH = 2 }; /* gathers that may be ahead of the device */
+
+/* How far the one reduction has come that is on its way. */
+enum reduction_state { REDUCTION_NONE, REDUCTION_PACKED, REDUCTION_ENQUEUED, REDUCTION_STATES };
 
 /* One root's streams and the points that others wait for. */
 struct schedule {
@@ -37,8 +44,9 @@ struct schedule {
     stream_event input_made, received, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
     struct deferred_free unsharded, inputs;                                             /* of gathers */
     int64_t num_begins;                                                                 /* of steps, from 1 on */
-    bool uploading;             /* the host has not waited for what reads its memory */
-    bool packs_beside;          /* the last unit's gradients were packed on the stream that reduces them */
+    bool uploading;                 /* the host has not waited for what reads its memory */
+    enum reduction_state reduction; /* written by schedule_state.c */
+    bool packs_beside;              /* the last unit's gradients were packed on the stream that reduces them */
     PyObject *packed_gradients; /* owned; what is packed there up to `packed`, memory of the compute stream; or NULL */
     bool reducing;              /* the compute stream has not waited for `reduced` */
     bool all_reducing;          /* nor for `all_reduced` */
@@ -56,33 +64,48 @@ struct gather_mark {
     int64_t stepped_in;    /* the last step in whose backward the unit's optimizers stepped, as num_begins counts */
 };
 
-struct unit;
-struct runtime;
-
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
 
-void schedule_forget(struct schedule *schedule, struct gather_mark *gather); /* the unit leaves its root */
-void schedule_note_stepped(struct unit *unit); /* its optimizers step in this backward: a gather comes after that */
+/* schedule_state.c: the only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s, and both states. */
+int schedule_set_reduction(struct schedule *schedule, enum reduction_state state, const struct flat_param *param);
+void schedule_check(const struct schedule *schedule);      /* the invariant, where FSDP_C_CHECK is defined */
+bool schedule_is_settled(const struct schedule *schedule); /* nothing is on its way, and nothing is held back */
 
-/* Before the first step: let the pool hold what as many units want as are gathered at a time. 0 or -1. */
-int schedule_reserve(struct runtime *runtime);
+/* ---- gathers. 0 or -1; what `begin` began is ended by `end`, with the result of what was enqueued between them ---- */
+
 int schedule_begin_step(struct schedule *schedule); /* a gather of this step sees what the script did before it */
-int schedule_unshard(struct unit *unit);            /* enqueue the all-gather, after the limiter */
-int schedule_wait_unsharded(struct unit *unit);     /* computation waits for it */
-int schedule_reshard(struct unit *unit, bool free_storage);
-/* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
-bool schedule_is_there(const struct unit *unit);
-int schedule_prepare_gather(struct unit *unit);
-int schedule_gather(struct unit *unit);
+/* The memory that gathers will take, once: is it to be taken now? */
+bool schedule_wants_memory(const struct schedule *schedule);
+int schedule_begin_reserve(struct schedule *schedule);
+int schedule_end_reserve(struct schedule *schedule, int result);
+int schedule_begin_input(struct schedule *schedule); /* what a gather reads */
+int schedule_end_input(struct schedule *schedule, bool uploads, int result);
+int schedule_limit(struct schedule *schedule);        /* the host waits where it is too far ahead of the device */
+int schedule_begin_gather(struct schedule *schedule); /* an all-gather */
+int schedule_end_gather(struct schedule *schedule, struct gather_mark *gather, int result);
+int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather); /* computation waits for it */
+int schedule_hold_input(struct schedule *schedule, struct buffer *input); /* until the gather has read it; or NULL */
+int schedule_note_free(struct schedule *schedule); /* storage was given back: the limiter counts that */
 /* In backward: what was freed last is the next gather's, which waits for its last use. A forward's gather does not: it would wait
  * for the forward before it. */
 int schedule_give_back(struct schedule *schedule);
-int schedule_pack(struct unit *unit);   /* its gradients become what is reduced */
-int schedule_reduce(struct unit *unit); /* of what was packed */
-int schedule_finish_reduction(struct unit *unit);
+
+void schedule_forget(struct schedule *schedule, struct gather_mark *gather); /* the unit leaves its root */
+/* The unit's optimizers step in this backward, so that its gathers come after that; did they? */
+void schedule_note_stepped(const struct schedule *schedule, struct gather_mark *gather);
+bool schedule_has_stepped(const struct schedule *schedule, const struct gather_mark *gather);
+
+/* ---- reductions. 0 or -1 ---- */
+
+int schedule_pack(struct schedule *schedule, struct gradients *gradients);
+int schedule_reduce(struct schedule *schedule, struct gradients *gradients); /* enqueue what was packed */
+int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients);
 int schedule_wait_reduced(struct schedule *schedule); /* computation waits for all that was finished */
-int schedule_synchronize(struct schedule *schedule);  /* the host waits for all computation enqueued */
+
+/* ---- ends. 0 or -1 ---- */
+
+int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
 /* The step is over: no storage is held back, and the host may write what was gathered from its memory. */
 int schedule_settle(struct schedule *schedule);
 int schedule_end_backward(

@@ -46,17 +46,17 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->full_precision_in_eval = spec->full_precision_in_eval;
     unit->sync_gradients = true;
     unit->ledger_index = -1;
-    order_place_init(&unit->place);
+    order_place_init(&unit->place, 0);
     return unit->module_ref ? 0 : -1;
 }
 
-int unit_bind(struct unit *unit, struct runtime *runtime, bool is_root) {
+int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index) {
     if (unit->handle && handle_follow_flat_param(unit->handle) < 0)
         return -1;
-    unit->is_root = is_root;
+    unit->is_root = index == 0;
     unit->runtime = runtime;
     unit->runtime_object = Py_NewRef(runtime->object);
-    order_place_init(&unit->place);
+    order_place_init(&unit->place, index);
     return 0;
 }
 

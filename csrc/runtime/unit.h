@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
+#include "runtime/ledger.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
 
@@ -79,8 +80,8 @@ struct unit_spec {
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
 int unit_clear(struct unit *unit);
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
-int unit_bind(struct unit *unit, struct runtime *runtime,
-              bool is_root); /* lazy init: the unit belongs to a root. 0 or -1 */
+/* Lazy init: the unit belongs to a root, as the one at `index` of its units. 0 or -1. */
+int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
 void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE. 0 or -1 */
 int unit_unwatch_inputs(struct unit *unit); /* undoes unit_watch_inputs. 0 or -1 */
@@ -109,7 +110,22 @@ int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs);
 /* outputs.c: where a tensor of the output is hooked, a backward can follow. 0 or -1. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
 
-/* ahead.c. 0 or -1 */
+/* gather.c. 0 or -1, where nothing else is said */
+int unit_gather(struct unit *unit);        /* enqueue the all-gather, after the limiter */
+int unit_wait_gathered(struct unit *unit); /* computation waits for it */
+int unit_reshard(struct unit *unit, bool free_storage);
+/* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
+bool unit_is_there(const struct unit *unit);
+int unit_prepare_gather(struct unit *unit);
+int unit_enqueue_gather(struct unit *unit);
+/* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
+int unit_explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueued);
+
+/* ahead.c. 0 or -1, where nothing else is said */
+/* The unit to gather ahead while `unit` is in `state`, or NULL. */
+struct unit *unit_next(const struct unit *unit, enum training_state state);
+int unit_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already */
+int unit_prefetch(struct unit *unit, enum training_state state);          /* all of them */
 int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */
 int unit_wait_unsharded(struct unit *unit); /* computation may use them */
 int unit_begin_step_alone(

@@ -1,4 +1,4 @@
-/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/layer_calls_check.c runtime/unit_state.c runtime/runtime_check.c */
+/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/layer_calls_check.c runtime/unit_state.c runtime/order.c runtime/schedule_state.c runtime/runtime_check.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -34,6 +34,36 @@ struct torch_names torch_names;
 PyObject *PyDict_GetItemWithError(PyObject *dict, PyObject *key) {
     (void)key;
     return *(PyObject **)(void *)dict;
+}
+
+PyObject *PyErr_NoMemory(void) {
+    return NULL;
+}
+
+void *PyMem_Calloc(size_t count, size_t size) {
+    return calloc(count, size);
+}
+
+void *PyMem_Realloc(void *memory, size_t size) {
+    return realloc(memory, size);
+}
+
+void PyMem_Free(void *memory) {
+    free(memory);
+}
+
+/* No order is validated here. */
+void order_validation_free(struct order_validation *validation) {
+    CHECK(!validation);
+}
+
+void order_validation_next_iteration(struct order_validation *validation) {
+    CHECK(!validation);
+}
+
+int order_validation_pre_forward(struct order_validation *validation, int64_t index, bool first_iteration) {
+    CHECK(!validation && index >= 0 && first_iteration);
+    return 0;
 }
 
 /* ---- one table each: `put` is what no code of the library may do ---- */
@@ -116,6 +146,20 @@ static int phase_now(void) {
     return unit.phase;
 }
 
+static struct schedule schedule;
+
+static void put_reduction(int state) {
+    schedule.reduction = (enum reduction_state)state;
+}
+
+static int move_reduction(int state) {
+    return schedule_set_reduction(&schedule, (enum reduction_state)state, &handle.param);
+}
+
+static int reduction_now(void) {
+    return schedule.reduction;
+}
+
 struct machine {
     void (*put)(int state);
     int (*move)(int state);
@@ -173,6 +217,13 @@ static void test_phase_refuses_every_illegal_transition(void) {
     check_table(&machine, legal);
 }
 
+static void test_a_reduction_refuses_every_illegal_transition(void) {
+    static const struct machine machine = {put_reduction, move_reduction, reduction_now, REDUCTION_STATES};
+    /* NONE, PACKED, ENQUEUED */
+    static const char *const legal[] = {"xx.", "x.x", "x.."};
+    check_table(&machine, legal);
+}
+
 static void test_an_illegal_transition_names_both_states(void) {
     begin();
     CHECK_EQUAL(storage_set_state(&handle.storage, PARAM_UNSHARDED), -1);
@@ -189,6 +240,9 @@ static void test_an_illegal_transition_names_both_states(void) {
     unit.phase = PHASE_IN_STEP;
     CHECK_EQUAL(unit_set_phase(&unit, PHASE_SUMMON_FULL_PARAMS), -1);
     CHECK(!strcmp(from_in_error, "IN_STEP") && !strcmp(to_in_error, "SUMMON_FULL_PARAMS"));
+    schedule.reduction = REDUCTION_NONE;
+    CHECK_EQUAL(schedule_set_reduction(&schedule, REDUCTION_ENQUEUED, &handle.param), -1);
+    CHECK(!strcmp(from_in_error, "REDUCTION_NONE") && !strcmp(to_in_error, "REDUCTION_ENQUEUED"));
 }
 
 /* ---- invariants ---- */
@@ -251,8 +305,11 @@ static struct runtime runtime;
 static void begin_runtime(void) {
     memset(&unit, 0, sizeof unit);
     unit.handle = &handle;
-    unit.place.post_forward = -1;
     runtime = (struct runtime){.units = all_units, .num_units = 1};
+    unit.runtime = &runtime;
+    order_place_init(&unit.place, 0);
+    CHECK_EQUAL(order_init(&runtime.order, 1), 0);
+    order_record_pre_forward(&runtime.order, &unit.place);
 }
 
 static void leave_a_unit_in_a_step(void) {
@@ -272,7 +329,73 @@ static void leave_a_gather_in_flight(void) {
 }
 
 static void leave_a_unit_in_the_order(void) {
-    unit.place.post_forward = 3;
+    CHECK_EQUAL(order_record_post_forward(&runtime.order, &unit.place), 0);
+    order_forget_forwards(&runtime.order);
+}
+
+static void leave_a_forward_in_the_order(void) {
+    CHECK_EQUAL(order_record_post_forward(&runtime.order, &unit.place), 0);
+}
+
+static void order_a_unit_that_is_not_there(void) {
+    runtime.order.pre[0] = 1;
+}
+
+static void order_more_units_than_there_are(void) {
+    runtime.order.num_pre = 2;
+}
+
+static void forget_a_unit_in_the_order(void) {
+    unit.place.unit = 1;
+}
+
+static void look_back_in_the_order(void) {
+    order_set_limits(&runtime.order, -1, 1);
+}
+
+/* ---- of a schedule: some streams, or none ---- */
+
+static void use_streams(void) {
+    runtime.schedule.streams.device = (PyObject *)&runtime;
+}
+
+static void pack_beside_without_streams(void) {
+    runtime.schedule.packs_beside = true;
+}
+
+static void limit_without_streams(void) {
+    runtime.schedule.limiter_count = 1;
+    runtime.schedule.num_frees = 1;
+}
+
+static void limit_more_than_there_is_room_for(void) {
+    use_streams();
+    runtime.schedule.limiter_count = LIMITER_DEPTH + 1;
+    runtime.schedule.num_frees = LIMITER_DEPTH + 1;
+}
+
+static void limit_more_than_was_freed(void) {
+    use_streams();
+    runtime.schedule.limiter_count = 1;
+}
+
+static void keep_the_output_of_a_reduction_that_is_over(void) {
+    use_streams();
+    runtime.schedule.scattered_output = (PyObject *)&runtime;
+}
+
+static void leave_gradients_packed(void) {
+    runtime.schedule.reduction = REDUCTION_PACKED;
+}
+
+static void hold_back_a_buffer(void) {
+    use_streams();
+    runtime.schedule.unsharded.held = &handle.storage.copies[0].full;
+}
+
+static void leave_an_all_reduce_in_flight(void) {
+    use_streams();
+    runtime.schedule.all_reducing = true;
 }
 
 static void leave_a_reduction_in_flight(void) {
@@ -283,50 +406,79 @@ static void leave_a_hook_on_inputs(void) {
     unit.reshard_hook = (PyObject *)&unit;
 }
 
-/* In a process of its own, as it is to end. */
-static bool aborts_after(void (*break_it)(void)) {
-    int status = 0;
+/* In a process of its own, as it is to end. What it says is kept in `said`. */
+static bool aborts_after(void (*break_it)(void), char *said, size_t size) {
+    int status = 0, ends[2];
     fflush(NULL);
+    CHECK(pipe(ends) == 0);
     pid_t child = fork();
     if (child == 0) {
+        if (dup2(ends[1], STDERR_FILENO) < 0)
+            _exit(2);
         begin();
         begin_runtime();
         break_it();
-        if (!freopen("/dev/null", "w", stderr))
-            _exit(2);
         handle_check(&handle);
         runtime_check(&runtime);
         _exit(0);
     }
-    CHECK(child > 0 && waitpid(child, &status, 0) == child);
+    close(ends[1]);
+    ssize_t length = read(ends[0], said, size - 1);
+    close(ends[0]);
+    CHECK(child > 0 && length >= 0 && waitpid(child, &status, 0) == child);
+    said[length] = '\0';
     return WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT;
 }
 
 static void nothing(void) {
 }
 
-static void test_a_broken_invariant_ends_the_process(void) {
-    static void (*const broken[])(void) = {gather_without_storage,
-                                           keep_a_collective_in_flight,
-                                           gather_in_two_precisions,
-                                           use_a_copy_of_another_handle,
-                                           show_shards_without_original_parameters,
-                                           keep_wrapped_views_of_nobody,
-                                           hand_over_amid_a_backward,
-                                           reduce_without_an_output,
-                                           keep_an_unsharded_gradient_of_what_is_not_sharded,
-                                           share_a_component_with_another_handle,
-                                           place_no_call_in_a_layer,
-                                           leave_a_unit_in_a_step,
-                                           leave_a_handle_in_use,
-                                           leave_a_gradient_behind,
-                                           leave_a_gather_in_flight,
-                                           leave_a_unit_in_the_order,
-                                           leave_a_reduction_in_flight,
-                                           leave_a_hook_on_inputs};
-    CHECK(!aborts_after(nothing));
-    for (size_t i = 0; i < sizeof broken / sizeof *broken; i++)
-        CHECK(aborts_after(broken[i]));
+static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
+    static const struct {
+        void (*break_it)(void);
+        const char *invariant;
+    } broken[] = {
+        {gather_without_storage, "copy->full.allocated"},
+        {keep_a_collective_in_flight, "!storage->unshard_work"},
+        {gather_in_two_precisions, "holds_nothing("},
+        {use_a_copy_of_another_handle, "copy >= storage->copies"},
+        {show_shards_without_original_parameters, "!= SHOWN_SHARDED"},
+        {keep_wrapped_views_of_nobody, "!slots->wrapped_views"},
+        {hand_over_amid_a_backward, "!gradients->in_backward"},
+        {reduce_without_an_output, "!gradients->work"},
+        {keep_an_unsharded_gradient_of_what_is_not_sharded, "!= GRAD_UNSHARDED"},
+        {share_a_component_with_another_handle, "slots.param == &handle->param"},
+        {place_no_call_in_a_layer, "layers->all[i].compiled"},
+        {leave_a_unit_in_a_step, "unit->phase == PHASE_IDLE"},
+        {leave_a_handle_in_use, "handle->training_state == USE_IDLE"},
+        {leave_a_gradient_behind, "!handle->gradients.pending"},
+        {leave_a_gather_in_flight, "!= PARAM_UNSHARDING"},
+        {leave_a_unit_in_the_order, "unit->place.post_forward == -1"},
+        {leave_a_reduction_in_flight, "!runtime->reducing"},
+        {leave_a_hook_on_inputs, "!unit->reshard_hook"},
+        {leave_a_forward_in_the_order, "order.num_post == 0"},
+        {order_a_unit_that_is_not_there, "are_units(order, order->pre"},
+        {order_more_units_than_there_are, "order->num_pre <= order->num_units"},
+        {forget_a_unit_in_the_order, "is_at(order->pre"},
+        {look_back_in_the_order, "backward_prefetch_limit >= 0"},
+        {pack_beside_without_streams, "needs_no_streams("},
+        {limit_without_streams, "needs_no_streams("},
+        {limit_more_than_there_is_room_for, "<= LIMITER_DEPTH"},
+        {limit_more_than_was_freed, "<= schedule->num_frees"},
+        {keep_the_output_of_a_reduction_that_is_over, "schedule->all_reducing ||"},
+        {leave_gradients_packed, "schedule_is_settled("},
+        {hold_back_a_buffer, "schedule_is_settled("},
+        {leave_an_all_reduce_in_flight, "schedule_is_settled("},
+    };
+    char said[1024];
+    CHECK(!aborts_after(nothing, said, sizeof said));
+    CHECK(!aborts_after(use_streams, said, sizeof said));
+    for (size_t i = 0; i < sizeof broken / sizeof *broken; i++) {
+        CHECK(aborts_after(broken[i].break_it, said, sizeof said));
+        if (!strstr(said, broken[i].invariant))
+            fprintf(stderr, "expected %s in: %s", broken[i].invariant, said);
+        CHECK(strstr(said, broken[i].invariant));
+    }
 }
 
 int main(void) {
@@ -335,7 +487,8 @@ int main(void) {
     RUN(test_gradients_refuse_every_illegal_transition);
     RUN(test_training_state_refuses_every_illegal_transition);
     RUN(test_phase_refuses_every_illegal_transition);
+    RUN(test_a_reduction_refuses_every_illegal_transition);
     RUN(test_an_illegal_transition_names_both_states);
-    RUN(test_a_broken_invariant_ends_the_process);
+    RUN(test_a_broken_invariant_ends_the_process_and_is_named);
     return 0;
 }

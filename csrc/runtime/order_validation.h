@@ -2,8 +2,8 @@
  *
  * In the first iteration every unit that is about to be gathered is compared across ranks before its all-gather, which would
  * hang or mix up parameters. The order of that iteration is kept, and a later one that deviates from it is warned of once. */
-#ifndef FSDP_RUNTIME_ORDER_CHECK_H
-#define FSDP_RUNTIME_ORDER_CHECK_H
+#ifndef FSDP_RUNTIME_ORDER_VALIDATION_H
+#define FSDP_RUNTIME_ORDER_VALIDATION_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -12,7 +12,7 @@
 
 #include "collective/collective.h"
 
-struct order_check {
+struct order_validation {
     struct collective_group group;
     PyObject *names;          /* owned; list, per unit of the runtime the names of its parameters */
     PyObject *own, *everyone; /* owned; integer tensors of one element and of one per rank */
@@ -22,14 +22,12 @@ struct order_check {
     bool deviates, warned;    /* in this iteration; ever */
 };
 
-struct unit;
-
 /* New, or NULL with an exception. `device` holds the tensors that are compared. */
-struct order_check *order_check_new(PyObject *names, PyObject *process_group, PyObject *device);
-void order_check_free(struct order_check *check); /* NULL is fine */
+struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device);
+void order_validation_free(struct order_validation *validation); /* NULL is fine */
 
-/* `unit` is about to be gathered. RuntimeError where other ranks gather another one: collective in the first iteration. */
-int order_check_pre_forward(struct order_check *check, struct unit *unit);
-void order_check_next_iteration(struct order_check *check);
+/* `unit`, an index, is about to be gathered. RuntimeError where other ranks gather another one: collective in the first iteration. */
+int order_validation_pre_forward(struct order_validation *validation, int64_t unit, bool first_iteration);
+void order_validation_next_iteration(struct order_validation *validation);
 
 #endif

@@ -1,0 +1,106 @@
+/* A unit is gathered, and given back. */
+#include "runtime/callbacks.h"
+#include "runtime/operations.h"
+#include "runtime/runtime.h"
+
+/* ---- failure ---- */
+
+/* A collective failed: its error says of which unit and phase and, where ledgers are kept, where the other ranks are. Where it was
+ * only being enqueued, that goes for the backend's own errors. Returns -1. */
+int unit_explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueued) {
+    PyObject *type, *value, *traceback;
+    uint64_t place = ledger_enter(unit->ledger_index, phase);
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    PyObject *done =
+        PyObject_CallFunction(callbacks.explain_failed_collective, "OiLOi", value, (int)phase,
+                              (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued);
+    if (!done)
+        PyErr_Clear();
+    Py_XDECREF(done);
+    PyErr_Restore(type, value, traceback);
+    ledger_leave(place);
+    return -1;
+}
+
+static int explain_gather(struct unit *unit, bool enqueued) {
+    enum training_state state = unit->handle->training_state;
+    bool in_backward = state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST;
+    return unit_explain_failure(unit, in_backward ? LEDGER_BACKWARD_GATHER : LEDGER_FORWARD_GATHER, enqueued);
+}
+
+/* ---- the parts of a gather ---- */
+
+/* The shard is the whole, where computation is: nothing is enqueued. */
+bool unit_is_there(const struct unit *unit) {
+    return unit->handle->storage.copy->is_local;
+}
+
+/* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
+ * after that, and after a step of the unit's optimizers in this backward. */
+static int take_changes(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    bool has_stepped = schedule_has_stepped(schedule, &unit->gather), copied;
+    if (handle_take_changes(unit->handle, &copied) < 0)
+        return -1;
+    return copied || has_stepped ? schedule_begin_step(schedule) : 0;
+}
+
+static int make_input(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    struct storage *storage = &unit->handle->storage;
+    if (!streams_are_real(&schedule->streams) || !storage_gather_input(storage))
+        return 0;
+    if (schedule_begin_input(schedule) < 0)
+        return -1;
+    return schedule_end_input(schedule, storage->offload, handle_pre_unshard(unit->handle));
+}
+
+int unit_prepare_gather(struct unit *unit) {
+    return take_changes(unit) < 0 ? -1 : make_input(unit);
+}
+
+int unit_enqueue_gather(struct unit *unit) {
+    if (handle_unshard_enqueue(unit->handle) < 0)
+        return -1;
+    return schedule_hold_input(&unit->runtime->schedule, storage_gather_input(&unit->handle->storage));
+}
+
+/* ---- a gather ---- */
+
+static int begin_gather(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (operations.prepare_gather(unit) < 0 || (unit->limit_all_gathers && schedule_limit(schedule) < 0))
+        return -1;
+    return schedule_begin_gather(schedule);
+}
+
+int unit_gather(struct unit *unit) {
+    if (unit->handle->storage.param_state != PARAM_SHARDED)
+        return edits_check_views(&unit->handle->edits);
+    if (operations.is_there(unit))
+        return handle_unshard_enqueue(unit->handle);
+    if (begin_gather(unit) < 0) {
+        handle_free_unshard(unit->handle);
+        return explain_gather(unit, false);
+    }
+    if (schedule_end_gather(&unit->runtime->schedule, &unit->gather, operations.gather(unit)) < 0)
+        return explain_gather(unit, false);
+    return 0;
+}
+
+int unit_wait_gathered(struct unit *unit) {
+    if (storage_unshard_wait(&unit->handle->storage) < 0)
+        return explain_gather(unit, true);
+    return schedule_wait_gathered(&unit->runtime->schedule, &unit->gather);
+}
+
+int unit_reshard(struct unit *unit, bool free_storage) {
+    bool held = unit->handle->storage.param_state != PARAM_SHARDED;
+    if (unit_wait_gathered(unit) < 0) /* gathered ahead for nothing */
+        return -1;
+    if (operations.reshard(unit, free_storage) < 0)
+        return -1;
+    bool freed = held && free_storage && !operations.is_there(unit);
+    return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
+}

@@ -1,0 +1,50 @@
+/* The gradients of one unit are packed and reduced: at most one reduction is on its way. */
+#include "runtime/callbacks.h"
+#include "runtime/runtime.h"
+#include "runtime/watch.h"
+
+int runtime_pack(struct runtime *runtime, struct unit *unit) {
+    if (watch_unit(unit, Py_None) < 0)
+        return -1;
+    return schedule_pack(&runtime->schedule, &unit->handle->gradients);
+}
+
+int runtime_reduce(struct runtime *runtime, struct unit *unit) {
+    runtime->reducing = unit;
+    if (schedule_reduce(&runtime->schedule, &unit->handle->gradients) < 0)
+        return unit_explain_failure(unit, LEDGER_REDUCE, false);
+    return 0;
+}
+
+/* Optimizers that users attached to original parameters step as soon as the unit's gradients are there (D-089). */
+static int step_in_backward(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    if (schedule_wait_reduced(schedule) < 0 || (unit->handle->storage.offload && schedule_synchronize(schedule) < 0))
+        return -1;
+    if (gradients_hand_over(&unit->handle->gradients) < 0)
+        return -1;
+    schedule_note_stepped(schedule, &unit->gather);
+    if (callbacks_tell(callbacks.step_in_backward, unit->handle_object, NULL) < 0)
+        return -1;
+    return handle_collect_user_grads(unit->handle);
+}
+
+int runtime_finish_reduction(struct runtime *runtime) {
+    struct unit *unit = runtime->reducing;
+    runtime->reducing = NULL;
+    if (!unit)
+        return 0;
+    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_REDUCE);
+    int result = schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients);
+    if (result < 0)
+        unit_explain_failure(unit, LEDGER_REDUCE, true);
+    ledger_leave(place);
+    if (result < 0)
+        return -1;
+    return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
+}
+
+int runtime_drop_reduction(struct runtime *runtime) {
+    runtime->reducing = NULL;
+    return schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL); /* which is legal from everywhere */
+}
