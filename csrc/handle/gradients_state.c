@@ -1,5 +1,6 @@
 /* What `.grad` holds between backwards: the table, and the only writer. */
 #include "handle/gradients.h"
+#include "handle/transition.h"
 
 #include "base/check.h"
 
@@ -16,12 +17,9 @@ static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
 static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", "GRAD_UNSHARDED"};
 
 int gradients_set_kind(struct gradients *gradients, enum grad_kind kind) {
-    if (!grad_allowed[gradients->kind][kind]) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s",
-                     (long long)gradients->param->layout.rank, gradients->param->name, grad_names[gradients->kind],
-                     grad_names[kind]);
-        return -1;
-    }
+    if (!grad_allowed[gradients->kind][kind])
+        return transition_refuse(gradients->param->layout.rank, gradients->param->name, grad_names[gradients->kind],
+                                 grad_names[kind], "");
     gradients->kind = kind;
     CHECKED(gradients_check(gradients));
     return 0;

@@ -1,5 +1,6 @@
 /* Who is using a unit's parameters: the table, and the only writer. */
 #include "handle/handle.h"
+#include "handle/transition.h"
 
 #include "base/check.h"
 
@@ -36,12 +37,9 @@ static const char *remedy_for(enum training_state from, enum training_state to) 
 }
 
 int handle_set_training_state(struct handle *handle, enum training_state state) {
-    if (!training_allowed[handle->training_state][state]) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s%s",
-                     (long long)handle->param.layout.rank, handle->param.name, training_names[handle->training_state],
-                     training_names[state], remedy_for(handle->training_state, state));
-        return -1;
-    }
+    if (!training_allowed[handle->training_state][state])
+        return transition_refuse(handle->param.layout.rank, handle->param.name, training_names[handle->training_state],
+                                 training_names[state], remedy_for(handle->training_state, state));
     handle->training_state = state;
     return 0;
 }

@@ -1,5 +1,6 @@
 /* What the slots show: the table, and the only writer. */
 #include "handle/slots.h"
+#include "handle/transition.h"
 
 #include "base/check.h"
 
@@ -16,12 +17,9 @@ static const bool shown_allowed[SHOWN_KINDS][SHOWN_KINDS] = {
 static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEWS", "FULL_PARAMS"};
 
 int slots_set_shown(struct slots *slots, enum shown shown) {
-    if (!shown_allowed[slots->shown][shown]) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s",
-                     (long long)slots->param->layout.rank, slots->param->name, shown_names[slots->shown],
-                     shown_names[shown]);
-        return -1;
-    }
+    if (!shown_allowed[slots->shown][shown])
+        return transition_refuse(slots->param->layout.rank, slots->param->name, shown_names[slots->shown],
+                                 shown_names[shown], "");
     slots->shown = shown;
     CHECKED(slots_check(slots));
     return 0;

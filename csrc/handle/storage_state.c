@@ -1,5 +1,6 @@
 /* What the storage of the unsharded parameters holds: the table, and the only writer. */
 #include "handle/storage.h"
+#include "handle/transition.h"
 
 #include "base/check.h"
 
@@ -13,12 +14,9 @@ static const bool param_allowed[PARAM_STATES][PARAM_STATES] = {
 static const char *const param_names[PARAM_STATES] = {"SHARDED", "UNSHARDING", "UNSHARDED"};
 
 int storage_set_state(struct storage *storage, enum param_state state) {
-    if (!param_allowed[storage->param_state][state]) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s",
-                     (long long)storage->param->layout.rank, storage->param->name, param_names[storage->param_state],
-                     param_names[state]);
-        return -1;
-    }
+    if (!param_allowed[storage->param_state][state])
+        return transition_refuse(storage->param->layout.rank, storage->param->name, param_names[storage->param_state],
+                                 param_names[state], "");
     storage->param_state = state;
     CHECKED(storage_check(storage));
     return 0;

@@ -45,7 +45,9 @@ static PyObject *replace(PyObject *self, PyObject *args) {
     const char *name;
     PyObject *function;
     (void)self;
-    return PyArg_ParseTuple(args, "sO", &name, &function) ? none_or_error(operations_replace(name, function)) : NULL;
+    if (!PyArg_ParseTuple(args, "sO", &name, &function))
+        return NULL;
+    return none_or_error(operations_replace(&operations, name, function));
 }
 
 static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs) {
@@ -246,6 +248,7 @@ static int add_constants(PyObject *module) {
 static int module_exec(PyObject *module) {
     if (torch_abi_init() < 0 || torch_names_init() < 0 || profile_init() < 0 || tensor_init() < 0 || ops_init() < 0)
         return -1;
+    operations_init(&operations);
     if (handle_ops_init() < 0 || collective_init() < 0 || hook_init() < 0 || node_init() < 0)
         return -1;
     return add_types(module) < 0 ? -1 : add_constants(module);

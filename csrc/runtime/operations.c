@@ -2,181 +2,35 @@
 
 #include <string.h>
 
-#include "runtime/runtime.h"
 #include "torch/ref.h"
 
-/* ---- the runtime's own ---- */
+#include "base/check.h"
 
-static int own_reshard(struct unit *unit, bool free_storage) {
-    return storage_reshard(&unit->handle->storage, free_storage);
+struct operations operations;
+
+static const struct operations *whose(PyObject *const *replaced, enum replaceable which) {
+    return replaced[which] ? &operations_calls : &operations_own;
 }
 
-static int own_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
-    return unit_register_pre_backward_hooks(unit, *outputs);
+/* The entries that go with what was replaced. */
+static void choose(struct operations *table, PyObject *const *replaced) {
+    table->is_there = whose(replaced, REPLACEABLE_UNSHARD)->is_there;
+    table->prepare_gather = whose(replaced, REPLACEABLE_UNSHARD)->prepare_gather;
+    table->gather = whose(replaced, REPLACEABLE_UNSHARD)->gather;
+    table->reshard = whose(replaced, REPLACEABLE_RESHARD)->reshard;
+    table->post_backward_reshard = whose(replaced, REPLACEABLE_POST_BACKWARD_RESHARD)->post_backward_reshard;
+    table->prefetch = whose(replaced, REPLACEABLE_GET_HANDLE_TO_PREFETCH)->prefetch;
+    table->register_pre_backward_hooks =
+        whose(replaced, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS)->register_pre_backward_hooks;
+    table->register_post_backward_hook =
+        whose(replaced, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK)->register_post_backward_hook;
 }
 
-#define OWN_OPERATIONS                                                                                                 \
-    {                                                                                                                  \
-        .is_there = unit_is_there,                                                                                     \
-        .prepare_gather = unit_prepare_gather,                                                                         \
-        .gather = unit_enqueue_gather,                                                                                 \
-        .reshard = own_reshard,                                                                                        \
-        .post_backward_reshard = unit_post_backward_reshard,                                                           \
-        .prefetch = unit_prefetch,                                                                                     \
-        .register_pre_backward_hooks = own_register_pre_backward_hooks,                                                \
-        .register_post_backward_hook = unit_register_post_backward_hook,                                               \
-    }
-
-struct operations operations = OWN_OPERATIONS;
-
-/* ---- what was put in their place ---- */
-
-enum replaceable {
-    UNSHARD,
-    RESHARD,
-    POST_BACKWARD_RESHARD,
-    GET_HANDLE_TO_PREFETCH,
-    REGISTER_PRE_BACKWARD_HOOKS,
-    REGISTER_POST_BACKWARD_HOOK,
-    REPLACEABLES
-};
-
-static PyObject *replaced[REPLACEABLES]; /* owned; NULL where nothing was replaced */
-
-static PyObject *handle_or_none(const struct unit *unit) {
-    return unit->handle_object ? unit->handle_object : Py_None;
+void operations_init(struct operations *table) {
+    choose(table, table->replaced);
 }
 
-/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or NULL. */
-static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
-    PyObject *function = Py_NewRef(replaced[which]); /* it may put itself away */
-    PyObject *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
-    PyObject *result = PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
-    Py_DECREF(function);
-    Py_DECREF(module);
-    return result;
-}
-
-static int done(PyObject *result) {
-    Py_XDECREF(result);
-    return result ? 0 : -1;
-}
-
-static bool replaced_is_there(const struct unit *unit) {
-    (void)unit;
-    return false;
-}
-
-static int replaced_prepare_gather(struct unit *unit) {
-    (void)unit;
-    return 0;
-}
-
-static int refuse_sharded(const struct unit *unit) {
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: the function in place of FlatParamHandle.unshard has not gathered the parameters: "
-        "call the original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
-        "_use_unsharded_flat_param",
-        (long long)unit->handle->param.layout.rank, unit->name);
-    return -1;
-}
-
-static int replaced_gather(struct unit *unit) {
-    PyObject *function = Py_NewRef(replaced[UNSHARD]);
-    int failed = done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
-    Py_DECREF(function);
-    if (!failed && unit->handle->storage.param_state != PARAM_SHARDED)
-        return 0;
-    if (!failed)
-        refuse_sharded(unit);
-    handle_free_unshard(unit->handle);
-    return -1;
-}
-
-/* Wherever it leaves the storage, it is as it should be then. */
-static int replaced_reshard(struct unit *unit, bool free_storage) {
-    PyObject *result = call(unit, RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL);
-    return done(result) < 0 ? -1 : own_reshard(unit, free_storage);
-}
-
-static int replaced_post_backward_reshard(struct unit *unit) {
-    return done(call(unit, POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
-}
-
-static struct unit *unit_of_handle(const struct runtime *runtime, PyObject *handle_object) {
-    for (int64_t i = 0; i < runtime->num_units; i++)
-        if (runtime->units[i]->handle_object == handle_object)
-            return runtime->units[i];
-    return NULL;
-}
-
-static int choose(struct unit *unit, struct unit **chosen) {
-    PyObject *handle = call(unit, GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
-    *chosen = handle && handle != Py_None ? unit_of_handle(unit->runtime, handle) : NULL;
-    if (handle && handle != Py_None && !*chosen)
-        PyErr_Format(PyExc_TypeError,
-                     "rank %lld, unit %S: the function in place of _get_handle_to_prefetch returned %R: return the "
-                     "handle of a unit below the same root, or None",
-                     (long long)unit->handle->param.layout.rank, unit->name, handle);
-    int result = handle && (handle == Py_None || *chosen) ? 0 : -1;
-    Py_XDECREF(handle);
-    return result;
-}
-
-static int replaced_prefetch(struct unit *unit, enum training_state state) {
-    const struct order *order = &unit->runtime->order;
-    int64_t limit = state == USE_FORWARD ? order->forward_prefetch_limit : order->backward_prefetch_limit;
-    for (int64_t i = 0; i < limit; i++) {
-        struct unit *chosen;
-        if (choose(unit, &chosen) < 0)
-            return -1;
-        if (!chosen)
-            return 0;
-        if (unit_gather_ahead(chosen, state) < 0)
-            return -1;
-    }
-    return 0;
-}
-
-static int replaced_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
-    PyObject *module = PyWeakref_GetObject(unit->module_ref);
-    PyObject *result = call(unit, REGISTER_PRE_BACKWARD_HOOKS, module, *outputs, handle_or_none(unit));
-    if (!result)
-        return -1;
-    ref_set(outputs, result);
-    return 0;
-}
-
-/* The views belong to no node, unless it makes one. */
-static int replaced_register_post_backward_hook(struct unit *unit) {
-    if (unit_detach_views(unit) < 0)
-        return -1;
-    return done(call(unit, REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
-}
-
-/* ---- replacing ---- */
-
-static void choose_operations(void) {
-    operations = (struct operations)OWN_OPERATIONS;
-    if (replaced[UNSHARD]) {
-        operations.is_there = replaced_is_there;
-        operations.prepare_gather = replaced_prepare_gather;
-        operations.gather = replaced_gather;
-    }
-    if (replaced[RESHARD])
-        operations.reshard = replaced_reshard;
-    if (replaced[POST_BACKWARD_RESHARD])
-        operations.post_backward_reshard = replaced_post_backward_reshard;
-    if (replaced[GET_HANDLE_TO_PREFETCH])
-        operations.prefetch = replaced_prefetch;
-    if (replaced[REGISTER_PRE_BACKWARD_HOOKS])
-        operations.register_pre_backward_hooks = replaced_register_pre_backward_hooks;
-    if (replaced[REGISTER_POST_BACKWARD_HOOK])
-        operations.register_post_backward_hook = replaced_register_post_backward_hook;
-}
-
-int operations_replace(const char *name, PyObject *function) {
+int operations_replace(struct operations *table, const char *name, PyObject *function) {
     static const char *const names[REPLACEABLES] = {
         "unshard",
         "_reshard",
@@ -188,10 +42,19 @@ int operations_replace(const char *name, PyObject *function) {
     for (int i = 0; i < REPLACEABLES; i++) {
         if (strcmp(names[i], name) != 0)
             continue;
-        ref_set(&replaced[i], function == Py_None ? NULL : Py_NewRef(function));
-        choose_operations();
+        ref_set(&table->replaced[i], function == Py_None ? NULL : Py_NewRef(function));
+        operations_init(table);
         return 0;
     }
     PyErr_Format(PyExc_ValueError, "%s is not called by this runtime, so that nothing can take its place", name);
     return -1;
+}
+
+void operations_check(const struct operations *table) {
+    (void)table; /* without FSDP_C_CHECK */
+#ifdef FSDP_C_CHECK
+    struct operations expected = *table;
+    choose(&expected, table->replaced);
+    INVARIANT(!memcmp(&expected, table, sizeof expected));
+#endif
 }

@@ -2,7 +2,7 @@
  * this table alone. They are called where upstream calls them, with upstream's arguments; what such a function wraps are fsdp_c's
  * functions of the same names.
  *
- * Invariant: an entry is the runtime's own, or one that calls what was put in its place. */
+ * Invariant: an entry is the runtime's own where nothing was put in its place, and else one that calls what was. */
 #ifndef FSDP_RUNTIME_OPERATIONS_H
 #define FSDP_RUNTIME_OPERATIONS_H
 
@@ -13,6 +13,17 @@
 #include "handle/training_state.h"
 
 struct unit;
+
+/* What can be replaced, in the order of the names in operations.c. */
+enum replaceable {
+    REPLACEABLE_UNSHARD,
+    REPLACEABLE_RESHARD,
+    REPLACEABLE_POST_BACKWARD_RESHARD,
+    REPLACEABLE_GET_HANDLE_TO_PREFETCH,
+    REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS,
+    REPLACEABLE_REGISTER_POST_BACKWARD_HOOK,
+    REPLACEABLES
+};
 
 /* 0 or -1, where nothing else is said. */
 struct operations {
@@ -30,11 +41,19 @@ struct operations {
     int (*register_pre_backward_hooks)(struct unit *unit, PyObject **outputs);
     /* ..._register_post_backward_hook(state, handle) */
     int (*register_post_backward_hook)(struct unit *unit);
+
+    PyObject *replaced[REPLACEABLES]; /* owned; NULL where nothing was replaced */
 };
 
 extern struct operations operations;
 
+extern const struct operations operations_own; /* operations_own.c: the runtime's */
+extern const struct operations
+    operations_calls; /* operations_calls.c: those that call what is in operations.replaced */
+
+void operations_init(struct operations *table); /* the runtime's own, but for what is replaced */
 /* `function` takes the place of what is called `name`; Py_None gives it back. 0, or -1 with ValueError for another name. */
-int operations_replace(const char *name, PyObject *function);
+int operations_replace(struct operations *table, const char *name, PyObject *function);
+void operations_check(const struct operations *table); /* the invariant, where FSDP_C_CHECK is defined */
 
 #endif

@@ -1,4 +1,5 @@
 /* What holds of a root between steps. */
+#include "runtime/operations.h"
 #include "runtime/runtime.h"
 
 #include "base/check.h"
@@ -20,6 +21,7 @@ void runtime_check(const struct runtime *runtime) {
     INVARIANT(runtime->order.num_post == 0);
     order_check(&runtime->order);
     schedule_check(&runtime->schedule);
+    operations_check(&operations);
     INVARIANT(schedule_is_settled(&runtime->schedule));
     for (int64_t i = 0; i < runtime->num_units; i++)
         check_unit(runtime->units[i]);

@@ -1,4 +1,5 @@
 /* How far a reduction has come: the table, and the only writer. What else holds of a schedule. */
+#include "handle/transition.h"
 #include "runtime/schedule.h"
 
 #include "base/check.h"
@@ -14,12 +15,9 @@ static const char *const reduction_names[REDUCTION_STATES] = {"REDUCTION_NONE", 
                                                               "REDUCTION_ENQUEUED"};
 
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state, const struct flat_param *param) {
-    if (!reduction_allowed[schedule->reduction][state]) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s",
-                     (long long)param->layout.rank, param->name, reduction_names[schedule->reduction],
-                     reduction_names[state]);
-        return -1;
-    }
+    if (!reduction_allowed[schedule->reduction][state])
+        return transition_refuse(param->layout.rank, param->name, reduction_names[schedule->reduction],
+                                 reduction_names[state], "");
     schedule->reduction = state;
     CHECKED(schedule_check(schedule));
     return 0;

@@ -1,4 +1,5 @@
 /* Whether a unit is in a step: the table, and the only writer. */
+#include "handle/transition.h"
 #include "runtime/runtime.h"
 
 static const bool phase_allowed[UNIT_PHASES][UNIT_PHASES] = {
@@ -25,11 +26,8 @@ long long unit_rank(const struct unit *unit) {
 }
 
 int unit_set_phase(struct unit *unit, enum unit_phase phase) {
-    if (!phase_allowed[unit->phase][phase]) {
-        PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: illegal transition from %s to %s", unit_rank(unit),
-                     unit->name, phase_names[unit->phase], phase_names[phase]);
-        return -1;
-    }
+    if (!phase_allowed[unit->phase][phase])
+        return transition_refuse(unit_rank(unit), unit->name, phase_names[unit->phase], phase_names[phase], "");
     unit->phase = phase;
     return 0;
 }

@@ -1,4 +1,4 @@
-/* links: handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/layer_calls_check.c runtime/unit_state.c runtime/order.c runtime/schedule_state.c runtime/runtime_check.c */
+/* links: handle/transition.c handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/layer_calls_check.c runtime/unit_state.c runtime/order.c runtime/schedule_state.c runtime/operations.c runtime/runtime_check.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -7,17 +7,19 @@
 
 #include "harness.h"
 
+#include "runtime/operations.h"
 #include "runtime/runtime.h"
 
 /* Of Python, the tables need what raises an exception alone. */
-PyObject *PyExc_RuntimeError;
+PyObject *PyExc_RuntimeError, *PyExc_ValueError;
+PyObject _Py_NoneStruct = {.ob_refcnt = 1000};
 static int num_raised;
 static const char *from_in_error, *to_in_error;
 
 PyObject *PyErr_Format(PyObject *type, const char *format, ...) {
     va_list arguments;
     (void)type;
-    CHECK(strstr(format, "illegal transition from %s to %s"));
+    CHECK(strstr(format, "rank %lld, unit %S: illegal transition from %s to %s"));
     va_start(arguments, format);
     (void)va_arg(arguments, long long);
     (void)va_arg(arguments, PyObject *);
@@ -50,6 +52,10 @@ void *PyMem_Realloc(void *memory, size_t size) {
 
 void PyMem_Free(void *memory) {
     free(memory);
+}
+
+void _Py_Dealloc(PyObject *object) {
+    CHECK(!object);
 }
 
 /* No order is validated here. */
@@ -406,6 +412,42 @@ static void leave_a_hook_on_inputs(void) {
     unit.reshard_hook = (PyObject *)&unit;
 }
 
+/* ---- of the table of operations ---- */
+
+static int own_prefetch(struct unit *of, enum training_state state) {
+    CHECK(of && state == USE_FORWARD);
+    return 0;
+}
+
+static int call_prefetch(struct unit *of, enum training_state state) {
+    return own_prefetch(of, state) - 1;
+}
+
+const struct operations operations_own = {.prefetch = own_prefetch};
+const struct operations operations_calls = {.prefetch = call_prefetch};
+
+static void replace_an_operation_in_name_alone(void) {
+    operations.replaced[REPLACEABLE_GET_HANDLE_TO_PREFETCH] = (PyObject *)&unit;
+}
+
+static void call_what_was_put_nowhere(void) {
+    operations.prefetch = call_prefetch;
+}
+
+static void leave_out_an_operation(void) {
+    operations.prefetch = NULL;
+}
+
+static void test_what_takes_the_place_of_an_operation_is_called_until_it_is_given_back(void) {
+    static PyObject function = {.ob_refcnt = 1000};
+    operations_init(&operations);
+    CHECK_EQUAL(operations.prefetch(&unit, USE_FORWARD), 0);
+    CHECK_EQUAL(operations_replace(&operations, "_get_handle_to_prefetch", &function), 0);
+    CHECK_EQUAL(operations.prefetch(&unit, USE_FORWARD), -1);
+    CHECK_EQUAL(operations_replace(&operations, "_get_handle_to_prefetch", Py_None), 0);
+    CHECK_EQUAL(operations.prefetch(&unit, USE_FORWARD), 0);
+}
+
 /* In a process of its own, as it is to end. What it says is kept in `said`. */
 static bool aborts_after(void (*break_it)(void), char *said, size_t size) {
     int status = 0, ends[2];
@@ -417,6 +459,7 @@ static bool aborts_after(void (*break_it)(void), char *said, size_t size) {
             _exit(2);
         begin();
         begin_runtime();
+        operations_init(&operations);
         break_it();
         handle_check(&handle);
         runtime_check(&runtime);
@@ -469,6 +512,9 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {leave_gradients_packed, "schedule_is_settled("},
         {hold_back_a_buffer, "schedule_is_settled("},
         {leave_an_all_reduce_in_flight, "schedule_is_settled("},
+        {replace_an_operation_in_name_alone, "!memcmp(&expected"},
+        {call_what_was_put_nowhere, "!memcmp(&expected"},
+        {leave_out_an_operation, "!memcmp(&expected"},
     };
     char said[1024];
     CHECK(!aborts_after(nothing, said, sizeof said));
@@ -489,6 +535,7 @@ int main(void) {
     RUN(test_phase_refuses_every_illegal_transition);
     RUN(test_a_reduction_refuses_every_illegal_transition);
     RUN(test_an_illegal_transition_names_both_states);
+    RUN(test_what_takes_the_place_of_an_operation_is_called_until_it_is_given_back);
     RUN(test_a_broken_invariant_ends_the_process_and_is_named);
     return 0;
 }

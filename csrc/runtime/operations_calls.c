@@ -1,0 +1,127 @@
+/* The operations of a step that call what outside code has put in their place. */
+#include "runtime/operations.h"
+#include "runtime/runtime.h"
+#include "torch/ref.h"
+
+static PyObject *handle_or_none(const struct unit *unit) {
+    return unit->handle_object ? unit->handle_object : Py_None;
+}
+
+/* replaced[which](the unit's module, a, b, c), of which the first NULL ends the arguments. New reference or NULL. */
+static PyObject *call(struct unit *unit, enum replaceable which, PyObject *a, PyObject *b, PyObject *c) {
+    PyObject *function = Py_NewRef(operations.replaced[which]); /* it may put itself away */
+    PyObject *module = Py_NewRef(PyWeakref_GetObject(unit->module_ref));
+    PyObject *result = PyObject_CallFunctionObjArgs(function, module, a, b, c, NULL);
+    Py_DECREF(function);
+    Py_DECREF(module);
+    return result;
+}
+
+static int done(PyObject *result) {
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+static bool call_is_there(const struct unit *unit) {
+    (void)unit;
+    return false;
+}
+
+static int call_prepare_gather(struct unit *unit) {
+    (void)unit;
+    return 0;
+}
+
+static int refuse_sharded(const struct unit *unit) {
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: the function in place of FlatParamHandle.unshard has not gathered the parameters: "
+        "call the original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
+        "_use_unsharded_flat_param",
+        (long long)unit->handle->param.layout.rank, unit->name);
+    return -1;
+}
+
+static int call_gather(struct unit *unit) {
+    PyObject *function = Py_NewRef(operations.replaced[REPLACEABLE_UNSHARD]);
+    int failed = done(PyObject_CallFunctionObjArgs(function, unit->handle_object, NULL));
+    Py_DECREF(function);
+    if (!failed && unit->handle->storage.param_state != PARAM_SHARDED)
+        return 0;
+    if (!failed)
+        refuse_sharded(unit);
+    handle_free_unshard(unit->handle);
+    return -1;
+}
+
+/* Wherever it leaves the storage, it is as it should be then. */
+static int call_reshard(struct unit *unit, bool free_storage) {
+    PyObject *result = call(unit, REPLACEABLE_RESHARD, unit->handle_object, free_storage ? Py_True : Py_False, NULL);
+    return done(result) < 0 ? -1 : operations_own.reshard(unit, free_storage);
+}
+
+static int call_post_backward_reshard(struct unit *unit) {
+    return done(call(unit, REPLACEABLE_POST_BACKWARD_RESHARD, unit->handle_object, NULL, NULL));
+}
+
+static struct unit *unit_of_handle(const struct runtime *runtime, PyObject *handle_object) {
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle_object == handle_object)
+            return runtime->units[i];
+    return NULL;
+}
+
+static int choose(struct unit *unit, struct unit **chosen) {
+    PyObject *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
+    *chosen = handle && handle != Py_None ? unit_of_handle(unit->runtime, handle) : NULL;
+    if (handle && handle != Py_None && !*chosen)
+        PyErr_Format(PyExc_TypeError,
+                     "rank %lld, unit %S: the function in place of _get_handle_to_prefetch returned %R: return the "
+                     "handle of a unit below the same root, or None",
+                     (long long)unit->handle->param.layout.rank, unit->name, handle);
+    int result = handle && (handle == Py_None || *chosen) ? 0 : -1;
+    Py_XDECREF(handle);
+    return result;
+}
+
+static int call_prefetch(struct unit *unit, enum training_state state) {
+    const struct order *order = &unit->runtime->order;
+    int64_t limit = state == USE_FORWARD ? order->forward_prefetch_limit : order->backward_prefetch_limit;
+    for (int64_t i = 0; i < limit; i++) {
+        struct unit *chosen;
+        if (choose(unit, &chosen) < 0)
+            return -1;
+        if (!chosen)
+            return 0;
+        if (unit_gather_ahead(chosen, state) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+static int call_register_pre_backward_hooks(struct unit *unit, PyObject **outputs) {
+    PyObject *module = PyWeakref_GetObject(unit->module_ref);
+    PyObject *result = call(unit, REPLACEABLE_REGISTER_PRE_BACKWARD_HOOKS, module, *outputs, handle_or_none(unit));
+    if (!result)
+        return -1;
+    ref_set(outputs, result);
+    return 0;
+}
+
+/* The views belong to no node, unless it makes one. */
+static int call_register_post_backward_hook(struct unit *unit) {
+    if (unit_detach_views(unit) < 0)
+        return -1;
+    return done(call(unit, REPLACEABLE_REGISTER_POST_BACKWARD_HOOK, handle_or_none(unit), NULL, NULL));
+}
+
+const struct operations operations_calls = {
+    .is_there = call_is_there,
+    .prepare_gather = call_prepare_gather,
+    .gather = call_gather,
+    .reshard = call_reshard,
+    .post_backward_reshard = call_post_backward_reshard,
+    .prefetch = call_prefetch,
+    .register_pre_backward_hooks = call_register_pre_backward_hooks,
+    .register_post_backward_hook = call_register_post_backward_hook,
+};
