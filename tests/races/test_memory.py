@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,21 +11,13 @@ import torch
 from fsdp_c import _C
 from tests import simulated_gpu
 
-pytestmark = pytest.mark.skipif(
-    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
-)
+pytestmark = [
+    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"),
+    pytest.mark.usefixtures("one_of_four_ranks"),
+]
 
 if simulated_gpu.is_on():
-    from tests.races.programs import one_of_four
     from tests.races.scenarios import SCENARIOS, STEPS, Trainer, plain, raising_in
-
-
-@pytest.fixture(autouse=True)
-def _one_of_four() -> Iterator[None]:
-    with one_of_four():
-        yield
-        gc.collect()
-        torch.cuda.synchronize()
 
 
 POOLED = ["FULL_SHARD", "SHARD_GRAD_OP", "bf16", "prefetch after", "no prefetch", "forward prefetch", "evaluate"]

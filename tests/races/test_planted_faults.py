@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +12,14 @@ from tests import simulated_gpu
 from tests.models import WIDTH
 from tests.simulated_gpu import races
 
-pytestmark = pytest.mark.skipif(
-    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
-)
+pytestmark = [
+    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"),
+    pytest.mark.usefixtures("one_of_four_ranks"),
+]
 
 if simulated_gpu.is_on():
-    from tests.races.programs import one_of_four, records, run, without_record, without_waits_of_the_host
+    from tests.races.programs import records, run, without_record, without_waits_of_the_host
     from tests.races.scenarios import Trainer
-
-
-@pytest.fixture(autouse=True)
-def _one_of_four() -> Iterator[None]:
-    with one_of_four():
-        yield
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
-            torch.cuda.set_stream(torch.cuda.default_stream(index))
-        torch.cuda.set_device(0)
 
 
 def step(trainer: Any) -> None:

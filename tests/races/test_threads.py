@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,13 @@ import torch
 
 from tests import simulated_gpu
 
-pytestmark = pytest.mark.skipif(
-    not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"
-)
+pytestmark = [
+    pytest.mark.skipif(not simulated_gpu.is_on(), reason="needs the simulated GPU: python -m tests.simulated_gpu"),
+    pytest.mark.usefixtures("one_of_four_ranks"),
+]
 
 if simulated_gpu.is_on():
-    from tests.races.programs import one_of_four
     from tests.races.scenarios import Trainer, raising_in
-
-
-@pytest.fixture(autouse=True)
-def _one_of_four() -> Iterator[None]:
-    with one_of_four():
-        yield
 
 
 def test_a_forward_waits_while_the_backward_before_it_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

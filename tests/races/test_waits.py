@@ -6,7 +6,6 @@ A part of the waits, always the same ones, unless FSDP_C_EXHAUSTIVE=1 says all o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,17 +14,12 @@ from tests import simulated_gpu
 if not simulated_gpu.is_on():
     pytest.skip("needs the simulated GPU: python -m tests.simulated_gpu", allow_module_level=True)
 
-from tests.races.programs import PROGRAMS, Step, lags, one_of_four, run  # noqa: E402
+from tests.races.programs import PROGRAMS, Step, lags, run  # noqa: E402
 from tests.races.waits import CHOSEN, look  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_of_four_ranks")
 STRIDE = 1 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 16
 TIMEOUT_S = 600
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_of_four() -> Iterator[None]:
-    with one_of_four():
-        yield
 
 
 @pytest.mark.timeout(TIMEOUT_S)

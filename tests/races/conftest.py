@@ -1,0 +1,26 @@
+"""What all programs on the simulated GPU run in."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests import simulated_gpu
+
+
+@pytest.fixture
+def one_of_four_ranks() -> Iterator[None]:
+    """This process is one rank of four, the others are imagined; what a test has left on a device is over after it."""
+    assert simulated_gpu.is_on()
+    from tests.races.programs import one_of_four
+
+    with one_of_four():
+        yield
+        gc.collect()
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+            torch.cuda.set_stream(torch.cuda.default_stream(index))
+        torch.cuda.set_device(0)
