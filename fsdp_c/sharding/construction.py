@@ -6,7 +6,7 @@ import importlib
 import numbers
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -465,23 +465,15 @@ def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Para
     return [param for param in tree.params if param not in ignored_params] if ignored_params else list(tree.params)
 
 
-def check_params(
-    tree: Subtree,
-    params: Collection[nn.Parameter],
-    unit: str,
-    owners: Mapping[nn.Parameter, tuple[str, str]] | None = None,
-) -> None:
-    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already.
-
-    ``owners``: name and unit of the parameters that will have an owner, where the units are only planned.
-    """
+def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
+    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already."""
     for param in params:
         if param.dim() == 0:
             raise ValueError(
                 f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor with numel "
                 f"equal to 1: it is in {unit}"
             )
-        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None) or (owners or {}).get(param)
+        owner: tuple[str, str] | None = getattr(param, "_fsdp_owner", None)
         if owner is not None or is_flattened(param):
             where = "the flat parameter of another unit"
             if owner is not None:
@@ -504,7 +496,8 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
     """RuntimeError if a parameter is left that neither a unit owns nor the user ignores."""
     for submodule, path in tree.modules.items():
         for name, param in submodule._parameters.items():
-            if param is not None and param not in ignored_params and not is_flattened(param):
+            is_here = tree.homes.get(param, tree.root) is tree.root if param is not None else False
+            if param is not None and is_here and param not in ignored_params and not is_flattened(param):
                 raise RuntimeError(
                     f"Found an unflattened parameter: {clean_name(joined(path, name))} of shape {tuple(param.shape)} "
                     f"in {unit}"

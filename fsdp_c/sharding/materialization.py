@@ -42,7 +42,7 @@ def materialize(
             f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a module as "
             "param_init_fn"
         )
-    tree = Subtree(tree.root)
+    tree = Subtree(tree.root, homes=tree.homes)
     params = own_params(tree, ignored_params)
     for param in params:
         if param.is_meta:

@@ -4,8 +4,11 @@ A unit is a FullyShardedDataParallel instance. It is recognised by what it holds
 can ask.
 """
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Container
+from collections.abc import Container, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -69,30 +72,51 @@ def joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
+Homes = Mapping[nn.Parameter, nn.Module]
+"""For parameters whose modules land in different units: the module around which the unit is that holds them."""
+_homes: contextvars.ContextVar[Homes] = contextvars.ContextVar("_homes", default=MappingProxyType({}))
+
+
+@contextlib.contextmanager
+def at_home(homes: Homes) -> Iterator[None]:
+    """Units that are built meanwhile leave these parameters to the units around their homes."""
+    before = _homes.set(homes)
+    try:
+        yield
+    finally:
+        _homes.reset(before)
+
+
 class Subtree:
     """What a unit around ``root`` has to deal with, found in one walk in pre-order that stops at the units inside.
 
     Names and paths are from ``root``. What is shared counts once, where it is first; only the further places of a
     parameter are kept as well. Parameters are looked for when first asked for: auto wrapping leaves few to its root.
-    ``inner`` are modules that count as units although they are none yet.
+    ``inner`` are modules that count as units although they are none yet. A parameter of ``homes`` counts in the tree
+    around its home alone, there with its places in inner units; by default those of the auto wrapping that is going on.
     """
 
-    def __init__(self, root: nn.Module, inner: Container[nn.Module] = ()) -> None:
+    def __init__(self, root: nn.Module, inner: Container[nn.Module] = (), homes: Homes | None = None) -> None:
         self.root = root
+        self.homes = _homes.get() if homes is None else homes
         self._inner = inner
+        self._is_home = any(home is root for home in self.homes.values())
         self.modules: dict[nn.Module, str] = {}
         self.units: dict[nn.Module, str] = {}
         self.buffers: dict[torch.Tensor, str] = {}
-        self._places: list[tuple[nn.Module, str]] = []  # of modules with parameters, shared ones several times
+        # modules with parameters, shared ones several times, and whether they are in inner units
+        self._places: list[tuple[nn.Module, str, bool]] = []
         self._visit(root, "")
 
     def _visit(self, module: nn.Module, path: str) -> None:
         if is_unit(module) or (module in self._inner and module is not self.root):
             self.units.setdefault(module, path)
+            if self._is_home:
+                self._places += [(place, name, True) for name, place in module.named_modules(prefix=path)]
             return
         self.modules.setdefault(module, path)
         if module._parameters:
-            self._places.append((module, path))
+            self._places.append((module, path, False))
         prefix = f"{path}." if path else ""
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -105,9 +129,9 @@ class Subtree:
     def _found(self) -> tuple[dict[nn.Parameter, ParamInfo], list[tuple[nn.Parameter, ParamInfo]]]:
         first: dict[nn.Parameter, ParamInfo] = {}
         further = []
-        for module, path in self._places:
+        for module, path, is_inside in self._places:
             for name, param in module._parameters.items():
-                if param is not None:
+                if param is not None and self.homes.get(param, None if is_inside else self.root) is self.root:
                     info = ParamInfo(name, module, path)
                     if first.setdefault(param, info) is not info:
                         further.append((param, info))

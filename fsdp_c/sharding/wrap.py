@@ -3,7 +3,7 @@
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from fsdp_c.compat.upstream import (
     _recursive_wrap,
     _wrap_module_cls_individually,
 )
-from fsdp_c.sharding.traversal import Subtree, joined
+from fsdp_c.sharding.traversal import Homes, Subtree, at_home, joined
 
 Policy = _Policy | Callable[..., bool]
 
@@ -41,8 +41,11 @@ def auto_wrap(
     ignored_params: set[nn.Parameter],
     root_kwargs: Kwargs,
     unit_class: type[nn.Module],
-) -> None:
+) -> Homes:
     """Replace the submodules that ``policy`` chooses by units, inner ones first; the root of ``tree`` itself stays.
+
+    A parameter that modules of several units share is left to the lowest unit around all of them. Returns the homes of
+    such parameters, see Subtree.
 
     ``root_kwargs`` are the keyword arguments of the root's own construction, which its descendants get. The classes
     that the mixed precision leaves out become units in full precision, whatever the policy says.
@@ -54,14 +57,46 @@ def auto_wrap(
     root = tree.root
     full_precision_classes = _full_precision_classes(root_kwargs)
     check_policy(policy)
-    if isinstance(policy, _Policy):
+    chosen: dict[nn.Module, Kwargs] = {}
+    if isinstance(policy, _Policy) or tree.shared_params:
         chosen = chosen_modules(tree, policy, ignored_modules, ignored_params, root_kwargs)
-        _keep_in_full_precision(tree.modules, full_precision_classes)
-        _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
-        return
+    homes = homes_of_shared_params(tree, chosen)
     _keep_in_full_precision(tree.modules, full_precision_classes)
-    policy = _or_individually(policy, full_precision_classes)
-    _recursive_wrap(root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs)
+    with at_home(homes):
+        if isinstance(policy, _Policy):
+            _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
+            return homes
+        policy = _or_individually(policy, full_precision_classes)
+        _recursive_wrap(
+            root, policy, unit_class, ignored_modules, ignored_params, only_wrap_children=True, **root_kwargs
+        )
+    return homes
+
+
+def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes:
+    """Of each parameter whose modules would land in different units: the root of the lowest unit around all of them.
+
+    ``chosen`` are the modules that become units beside the root.
+    """
+    roots = {path: module for module, path in tree.modules.items() if module in chosen}
+    roots[""] = tree.root
+    around: dict[nn.Parameter, list[list[str]]] = {}
+    for param, _ in tree.shared_params:
+        around[param] = [_roots_around(tree.params[param].module_name, roots)]
+    for param, info in tree.shared_params:
+        around[param].append(_roots_around(info.module_name, roots))
+    homes = {}
+    for param, places in around.items():
+        common = [path for path in places[0] if all(path in others for others in places)]
+        if any(place[-1] != common[-1] for place in places):
+            homes[param] = roots[common[-1]]
+    return homes
+
+
+def _roots_around(path: str, roots: Container[str]) -> list[str]:
+    """Those of ``roots`` that ``path`` leads through, outer before inner."""
+    ends = [index for index, character in enumerate(path) if character == "."]
+    return [part for part in dict.fromkeys(["", *(path[:end] for end in ends), path]) if part in roots]
 
 
 def chosen_modules(

@@ -23,10 +23,10 @@ from fsdp_c.compat.upstream import (
     ShardingStrategy,
 )
 from fsdp_c.sharding import construction
-from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, aligned_numel, check_uniform
+from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
 from fsdp_c.sharding.sharded_module import ShardedModule, units_with_paths
-from fsdp_c.sharding.traversal import Subtree, check_module, clean_name, clean_path, joined
-from fsdp_c.sharding.wrap import Policy, chosen_modules
+from fsdp_c.sharding.traversal import Homes, Subtree, check_module, clean_name, clean_path, joined
+from fsdp_c.sharding.wrap import Policy, chosen_modules, homes_of_shared_params
 from fsdp_c.tools import step_memory
 
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
@@ -59,6 +59,7 @@ class UnitSummary:
     forward_prefetch: bool
     device_type: str  # of the device that computes
     parent: int | None  # which unit is around it, by its place in Summary.units
+    tied: tuple[tuple[str, str], ...] = ()  # further names of its parameters, also in inner units: (further, name)
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -229,6 +230,17 @@ def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None) -> UnitS
         forward_prefetch=fsdp_module.forward_prefetch,
         device_type=fsdp_module.compute_device.type,
         parent=parent,
+        tied=() if handle is None else _tied(handle.flat_param._shared_param_infos),
+    )
+
+
+def _tied(infos: Iterable[SharedParamInfo]) -> tuple[tuple[str, str], ...]:
+    return tuple(
+        (
+            clean_name(joined(info.module_name, info.param_name)),
+            clean_name(joined(info.prim_module_name, info.prim_param_name)),
+        )
+        for info in infos
     )
 
 
@@ -285,7 +297,8 @@ def plan(
     if auto_wrap_policy is not None:
         chosen = chosen_modules(tree, auto_wrap_policy, ignored.modules, ignored.params, kwargs)
     device_type = device_type or construction.resolve_device(tree, ignored.params, None).type
-    planner = _Planner({**chosen, module: kwargs}, ignored.params, shards, replicas, device_type)
+    homes = homes_of_shared_params(tree, chosen)
+    planner = _Planner({**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type)
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
 
@@ -314,21 +327,21 @@ class _Planner:
     def __init__(
         self,
         chosen: dict[nn.Module, Kwargs],
+        homes: Homes,
         ignored: set[nn.Parameter],
         shards: int,
         replicas: int,
         device_type: str,
     ) -> None:
         self.units: list[UnitSummary] = []
-        self._chosen, self._ignored = chosen, ignored
+        self._chosen, self._homes, self._ignored = chosen, homes, ignored
         self._shards, self._replicas, self._device_type = shards, replicas, device_type
-        self._owners: dict[nn.Parameter, tuple[str, str]] = {}
         self._added: set[nn.Module] = set()
 
     def add(self, module: nn.Module, path: str, parent: int | None) -> None:
         """The unit around ``module``, and those inside it."""
         self._added.add(module)
-        tree = Subtree(module, inner=self._chosen)
+        tree = Subtree(module, inner=self._chosen, homes=self._homes)
         index = len(self.units)
         self.units.append(self._unit(tree, path, parent))
         for inner, inner_path in tree.units.items():
@@ -339,8 +352,7 @@ class _Planner:
         kwargs = self._chosen[tree.root]
         name = f"{type(tree.root).__name__} at {clean_path(path)!r}" if path else type(tree.root).__name__
         params = construction.own_params(tree, self._ignored)
-        construction.check_params(tree, params, name, self._owners)
-        self._owners.update({param: (tree.param_name(param), name) for param in params})
+        construction.check_params(tree, params, name)
         found = Occurrences(tree, params) if params else None
         strategy = construction.effective_strategy(kwargs["sharding_strategy"], self._shards)
         return UnitSummary(
@@ -354,6 +366,7 @@ class _Planner:
             forward_prefetch=kwargs["forward_prefetch"],
             device_type=self._device_type,
             parent=parent,
+            tied=() if found is None else _tied(info for _, info in found.shared),
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
 
@@ -397,7 +410,7 @@ def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
             f"{_ranks(own)}: {own.numel:,} elements and {own.padding:,} of padding in {_dtypes(own)}; "
             f"{_size(own.sharded_nbytes)} per rank, {_size(own.unsharded_nbytes)} unsharded"
         )
-        lines.append(f"holds {', '.join(names)}")
+        lines.append(f"holds {', '.join((*names, *map(' = '.join, own.tied)))}")
     if is_root:
         whole = summary(fsdp_module)
         if whole.numel:
@@ -421,7 +434,7 @@ def _text(whole: Summary) -> Iterator[str]:
     yield from _table([(label, _cells(unit, with_ranks=not everywhere)) for label, unit in groups])
     yield ""
     for label, unit in groups:
-        names = ", ".join(_joint_names(unit.names)) or "no parameters"
+        names = ", ".join((*_joint_names(unit.names), *map(" = ".join, unit.tied))) or "no parameters"
         yield from textwrap.wrap(f"{label}: {names}", TEXT_WIDTH, subsequent_indent="    ")
     yield ""
     yield _memory(whole)
@@ -442,7 +455,7 @@ def _alike(units: Sequence[UnitSummary]) -> list[tuple[str, UnitSummary]]:
     """One label and one unit for those that are alike but for numbers in their paths."""
     found: dict[tuple[object, ...], list[UnitSummary]] = {}
     for unit in units:
-        key = (_without_numbers(unit.path), unit.names, tuple(_cells(unit, with_ranks=True).values()))
+        key = (_without_numbers(unit.path), unit.names, unit.tied, tuple(_cells(unit, with_ranks=True).values()))
         found.setdefault(key, []).append(unit)
     return [(_joint_name([unit.path for unit in group]) or "(root)", group[0]) for group in found.values()]
 

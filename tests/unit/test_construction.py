@@ -22,6 +22,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.api import TrainingState
+from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.wrap import ModuleWrapPolicy
 
 WORLD_SIZE, RANK = 4, 1
@@ -333,10 +334,17 @@ def test_scalar_parameter_is_refused_and_named() -> None:
 def test_parameter_shared_by_two_units_is_refused_and_both_names_given(use_orig_params: bool) -> None:  # parity 33
     net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     net[1].weight = net[0][0].weight
-    with pytest.raises(
-        ValueError, match=r"'1.weight' of Sequential is the same parameter as '0.weight' of Sequential at '0'"
-    ):
-        FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), use_orig_params=use_orig_params)
+    net[0] = FSDP(net[0], use_orig_params=use_orig_params)
+    with pytest.raises(ValueError, match=r"'1.weight' of Sequential is the same parameter as '0.weight' of Sequential"):
+        FSDP(net, use_orig_params=use_orig_params)
+
+
+def test_parameter_that_a_policy_shares_between_units_goes_to_the_outer_one() -> None:  # parity 33
+    net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+    net[1].weight = net[0][0].weight
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}))
+    assert [clean_name(fqn) for fqn in model._flat_param._fqns] == ["0.0.weight", "1.bias"]
+    assert model.module[0]._flat_param._fqns == ["0.bias"]
 
 
 def test_parameter_shared_inside_a_unit_is_flattened_once() -> None:

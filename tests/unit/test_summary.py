@@ -249,12 +249,6 @@ def test_nothing_is_made_to_be_logged_without_a_listener(caplog: pytest.LogCaptu
 # ----------------------------------------------------------------- what is refused
 
 
-def shared_between_units() -> nn.Module:
-    net = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    net[1].weight = net[0][0].weight
-    return net
-
-
 def mixed_dtypes() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
 
@@ -266,7 +260,6 @@ def frozen_partly() -> nn.Module:
 
 
 AS_WRAPPING = {
-    "shared": (shared_between_units, {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential})}),
     "mixed dtypes": (mixed_dtypes, {}),
     "frozen partly": (frozen_partly, {}),
     "frozen partly by policy": (frozen_partly, {"auto_wrap_policy": LINEARS}),

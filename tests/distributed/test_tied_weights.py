@@ -1,0 +1,281 @@
+"""A parameter that modules of several units share: auto wrapping leaves it to the lowest unit around all of them."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as recomputed
+
+import fsdp_c
+from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, checkpoint
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.ranks import device, on_ranks
+
+WIDTH = 8
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+class Pair(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+class Model(nn.Module):
+    """Embedding and head share a weight across the model, the layers of each pair share one inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.pairs = nn.ModuleList(Pair() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for pair in self.pairs:
+            x = pair(x)
+        return self.head(x)
+
+
+POLICIES: dict[str, Any] = {
+    "all layers": ModuleWrapPolicy({nn.Linear, nn.Embedding, Pair}),
+    "layers": ModuleWrapPolicy({nn.Linear, nn.Embedding}),
+    "a callable": lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, (nn.Linear, Pair)),
+    "half": CustomPolicy(lambda module: isinstance(module, nn.Linear) and module.bias is not None),
+}
+all_policies = pytest.mark.parametrize("policy", POLICIES)
+
+
+def plain() -> Model:
+    torch.manual_seed(0)
+    return Model().to(device())
+
+
+def wrapped(policy: str | None, use_orig_params: bool, **kwargs: Any) -> FSDP:
+    if policy is not None:
+        kwargs["auto_wrap_policy"] = POLICIES[policy]
+    return FSDP(plain(), use_orig_params=use_orig_params, device_id=device(), **kwargs)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(WIDTH, (4,), generator=generator).to(device())
+
+
+def train(model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        loss = nn.functional.cross_entropy(model(batch(rank, step)), batch(rank, step + 1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, optimizer
+
+
+def full_state(model: FSDP) -> dict[str, Tensor]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+@all_policies
+@both_views
+@on_ranks(2)
+def test_trains_as_one_unit_does(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+    model, reference = wrapped(policy, use_orig_params), wrapped(None, use_orig_params)
+    assert len(FSDP.fsdp_modules(model)) > 2
+    losses, _ = train(model, rank)
+    expected, _ = train(reference, rank)
+    assert losses == expected
+    assert_same(full_state(model), full_state(reference))
+
+
+@both_views
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+        {"sharding_strategy": ShardingStrategy.NO_SHARD},
+        {"cpu_offload": CPUOffload(True)},
+        {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)},
+        {"sync_module_states": True, "forward_prefetch": True},
+    ],
+    ids=lambda kwargs: next(iter(kwargs)),
+)
+@on_ranks(2)
+def test_every_strategy_trains_as_one_unit_does(
+    rank: int, world_size: int, use_orig_params: bool, kwargs: dict[str, Any]
+) -> None:
+    model, reference = wrapped("all layers", use_orig_params, **kwargs), wrapped(None, use_orig_params, **kwargs)
+    assert train(model, rank)[0] == train(reference, rank)[0]
+    assert_same(full_state(model), full_state(reference))
+
+
+@on_ranks(4)
+def test_hybrid_shards_train_as_one_unit_does(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh(device().type, (2, 2))
+    kwargs = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh}
+    model, reference = wrapped("all layers", True, **kwargs), wrapped(None, True, **kwargs)
+    assert train(model, rank)[0] == train(reference, rank)[0]
+    assert_same(full_state(model), full_state(reference))
+
+
+@both_views
+@on_ranks(2)
+def test_accumulation_clipping_and_recomputation(rank: int, world_size: int, use_orig_params: bool) -> None:
+    norms = []
+    for policy in ("all layers", None):
+        model = wrapped(policy, use_orig_params)
+        with model.no_sync():
+            model(batch(rank, 0)).sum().backward()
+        recomputed(model, batch(rank, 1), use_reentrant=False).sum().backward()
+        norms.append(model.clip_grad_norm_(0.5))
+        train(model, rank)
+        norms.append(full_state(model))
+    torch.testing.assert_close(norms[0], norms[2])
+    torch.testing.assert_close(norms[1], norms[3])
+
+
+@all_policies
+@both_views
+@on_ranks(2)
+def test_names_and_full_params(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+    model, expected = wrapped(policy, use_orig_params), dict(plain().named_parameters())
+    if use_orig_params:
+        assert {clean(name) for name, _ in model.named_parameters()} == expected.keys()
+    with FSDP.summon_full_params(model):
+        found = {clean(name): param for name, param in model.named_parameters()}
+        assert_same(found, expected)
+        assert model.module.head.weight is model.module.embed.weight
+        with torch.no_grad():
+            model.module.head.weight.fill_(2.0)
+    assert torch.equal(full_state(model)["embed.weight"], torch.full((WIDTH, WIDTH), 2.0))
+    assert torch.equal(full_state(model)["head.weight"], torch.full((WIDTH, WIDTH), 2.0))
+
+
+def clean(name: str) -> str:
+    return name.replace("_fsdp_wrapped_module.", "")
+
+
+STATE_DICTS = [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT]
+
+
+@pytest.mark.parametrize("kind", STATE_DICTS, ids=lambda kind: kind.name)
+@all_policies
+@both_views
+@on_ranks(2)
+def test_state_dicts_of_every_type_come_back(
+    rank: int, world_size: int, policy: str, use_orig_params: bool, kind: StateDictType
+) -> None:
+    model = wrapped(policy, use_orig_params)
+    train(model, rank)
+    trained = full_state(model)
+    with FSDP.state_dict_type(model, kind):
+        state = model.state_dict()
+    if kind is not StateDictType.LOCAL_STATE_DICT:
+        assert state.keys() == plain().state_dict().keys()
+    other = wrapped(policy, use_orig_params)
+    with FSDP.state_dict_type(other, kind):
+        other.load_state_dict(state)
+    assert_same(full_state(other), trained)
+    if kind is StateDictType.FULL_STATE_DICT:
+        twin = plain()
+        twin.load_state_dict(state)
+        assert_same(dict(twin.state_dict()), trained)
+
+
+@pytest.mark.parametrize("kind", STATE_DICTS[:2], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("target", [None, "layers"])
+@both_views
+@on_ranks(2)
+def test_optimizer_states_go_to_other_units(
+    rank: int, world_size: int, use_orig_params: bool, kind: StateDictType, target: str | None
+) -> None:
+    model = wrapped("all layers", use_orig_params)
+    _, optimizer = train(model, rank)
+    with FSDP.state_dict_type(model, kind):
+        state, optim_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    other = wrapped(target, use_orig_params)
+    resumed = torch.optim.Adam(other.parameters(), lr=0.1)
+    with FSDP.state_dict_type(other, kind):
+        other.load_state_dict(state)
+        resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, optim_state))
+    assert train(other, rank, optimizer=resumed)[0] == train(model, rank, optimizer=optimizer)[0]
+    assert_same(full_state(other), full_state(model))
+
+
+@pytest.mark.parametrize("target", [None, "half"])
+@both_views
+@on_ranks(2)
+def test_checkpoints_go_to_other_units(rank: int, world_size: int, use_orig_params: bool, target: str | None) -> None:
+    told = [tempfile.mkdtemp(prefix="tied-")]
+    dist.broadcast_object_list(told, src=0)
+    model = wrapped("all layers", use_orig_params)
+    _, optimizer = train(model, rank)
+    checkpoint.save(model, optimizer, Path(told[0]) / "saved")
+    other = wrapped(target, use_orig_params)
+    resumed = torch.optim.Adam(other.parameters(), lr=0.1)
+    checkpoint.load(other, resumed, Path(told[0]) / "saved")
+    assert train(other, rank, optimizer=resumed)[0] == train(model, rank, optimizer=optimizer)[0]
+
+
+@all_policies
+@both_views
+@on_ranks(2)
+def test_plan_and_summary_say_who_holds_what(rank: int, world_size: int, policy: str, use_orig_params: bool) -> None:
+    model = wrapped(policy, use_orig_params)
+    whole = fsdp_c.summary(model)
+    planned = fsdp_c.plan(
+        plain(), world_size=world_size, auto_wrap_policy=POLICIES[policy], use_orig_params=use_orig_params
+    )
+    assert [(unit.path, unit.names, unit.tied) for unit in whole.units] == [
+        (unit.path, unit.names, unit.tied) for unit in planned.units
+    ]
+    root = whole.units[0]
+    assert "embed.weight" in root.names and ("head.weight", "embed.weight") in root.tied
+    assert "embed.weight, " in str(whole) and "head.weight = embed.weight" in str(whole)
+    assert "head.weight = embed.weight" in repr(model)
+    held = {unit.path: unit for unit in whole.units}
+    if policy == "all layers":
+        assert held["pairs.0"].names == ("first.weight",) and held["pairs.0.second"].names == ("bias",)
+        assert held["pairs.0"].tied == (("second.weight", "first.weight"),)
+
+
+@on_ranks(2)
+def test_units_wrapped_by_hand_are_refused_as_before(rank: int, world_size: int) -> None:
+    model = plain()
+    model.embed = FSDP(model.embed, use_orig_params=True, device_id=device())
+    with pytest.raises(ValueError, match="one parameter belongs to one unit"):
+        model.head = FSDP(model.head, use_orig_params=True, device_id=device())
+    with pytest.raises(RuntimeError, match="broken policy"):  # nothing of a wrapping that failed stays behind
+        wrapped(None, True, auto_wrap_policy=CustomPolicy(broken))
+    other = Pair().to(device())
+    other.first = FSDP(other.first, use_orig_params=True, device_id=device())
+    assert len(other.first._handle.flat_param._fqns) == 2
+
+
+def broken(module: nn.Module) -> bool:
+    raise RuntimeError("broken policy")
