@@ -1,7 +1,7 @@
 /* What the user did to a unit's parameters and gradients between steps, and is taken over before the next gather (C-130 to C-136).
  *
  * Invariant: after edits_take_over_params the Parameters that the slots show lie in the shard, and are the objects in `params`;
- * after edits_collect_grads the flat parameter's gradient is made of theirs. */
+ * after edits_collect_grads the flat parameter's gradient is made of theirs. All is taken over only while the storage is SHARDED. */
 #ifndef FSDP_HANDLE_EDITS_H
 #define FSDP_HANDLE_EDITS_H
 
@@ -24,6 +24,8 @@ struct edits {
 
 void edits_bind(struct edits *edits, const struct flat_param *param, const struct storage *storage,
                 const struct slots *slots, struct gradients *gradients, const enum training_state *use);
+
+void edits_check(const struct edits *edits); /* the invariant, where FSDP_C_CHECK is defined */
 
 static inline void edits_set_taken(struct edits *edits, bool taken) {
     edits->taken = taken;

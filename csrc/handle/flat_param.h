@@ -48,7 +48,8 @@ struct flat_param {
     bool skip_writeback_check;
     bool verbose; /* TORCH_DISTRIBUTED_DEBUG=INFO */
     struct collective_group shard_group;
-    struct collective_group replicate_group; /* .group NULL unless hybrid */
+    struct collective_group
+        replicate_group; /* .group NULL unless hybrid, or NO_SHARD that was hybrid over shard groups of one rank */
 };
 
 /* Everything handle_init needs; references are borrowed for the call. */
@@ -68,6 +69,8 @@ struct handle_spec {
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id);
 void flat_param_fini(struct flat_param *param);
 int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg);
+
+void flat_param_check(const struct flat_param *param); /* the invariant, where FSDP_C_CHECK is defined */
 
 void flat_param_rename(struct flat_param *param, PyObject *name);
 

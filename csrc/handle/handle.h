@@ -49,7 +49,8 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg);
 /* handle_state.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states. From everywhere it may
  * become IDLE. */
 int handle_set_training_state(struct handle *handle, enum training_state state);
-void handle_check(const struct handle *handle); /* the invariants of all components, where FSDP_C_CHECK is defined */
+void handle_check(const struct handle
+                      *handle); /* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */
 
 /* ---- lazy_init.c: after the flat parameter as it is now ---- */
 

@@ -2,8 +2,6 @@
 #include "handle/handle.h"
 #include "handle/transition.h"
 
-#include "base/check.h"
-
 static const bool training_allowed[USE_STATES][USE_STATES] = {
     [USE_IDLE] = {[USE_IDLE] = true,
                   [USE_FORWARD] = true,       /* pre-forward */
@@ -42,14 +40,4 @@ int handle_set_training_state(struct handle *handle, enum training_state state) 
                                  training_names[state], remedy_for(handle->training_state, state));
     handle->training_state = state;
     return 0;
-}
-
-void handle_check(const struct handle *handle) {
-    (void)handle; /* without FSDP_C_CHECK */
-    INVARIANT(handle->storage.param == &handle->param && handle->slots.param == &handle->param);
-    INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
-    storage_check(&handle->storage);
-    slots_check(&handle->slots);
-    gradients_check(&handle->gradients);
-    layer_calls_check(&handle->layer_calls);
 }

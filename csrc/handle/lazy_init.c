@@ -21,8 +21,10 @@ int handle_lazy_init(struct handle *handle) {
     if (gradients_lazy_init(&handle->gradients) < 0)
         return -1;
     handle->ready = true;
+    if (published_storage(&handle->published, &handle->storage) < 0)
+        return -1;
     CHECKED(handle_check(handle));
-    return published_storage(&handle->published, &handle->storage);
+    return 0;
 }
 
 int handle_publish(struct handle *handle) {

@@ -22,14 +22,6 @@ static int put(struct published *published, const char *name, PyObject *value) {
     return PyErr_Occurred() ? -1 : result;
 }
 
-/* Without sharding the low-precision copy of the shard is the unsharded parameter. */
-static PyObject *low_precision_shard(const struct storage *storage) {
-    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
-    if (!copy->low_precision)
-        return NULL;
-    return storage->param->sharded ? copy->low_precision_shard.tensor : copy->full.tensor;
-}
-
 int published_storage(struct published *published, struct storage *storage) {
     const struct precision_copy *compute = &storage->copies[PRECISION_COMPUTE];
     const struct precision_copy *full = &storage->copies[PRECISION_FULL];
@@ -40,11 +32,11 @@ int published_storage(struct published *published, struct storage *storage) {
         return -1;
     if (put(published, "_local_shard", storage->local_shard) < 0)
         return -1;
-    if (put(published, "_full_param_padded", storage->param->sharded ? compute->full.tensor : NULL) < 0)
+    if (put(published, "_full_param_padded", published_full(storage)) < 0)
         return -1;
     if (put(published, "_full_prec_full_param_padded", two_precisions ? full->full.tensor : NULL) < 0)
         return -1;
-    return put(published, "_mp_shard", low_precision_shard(storage));
+    return put(published, "_mp_shard", published_low_precision_shard(storage));
 }
 
 int published_cpu_grad(struct published *published, PyObject *grad) {

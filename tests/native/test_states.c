@@ -1,4 +1,4 @@
-/* links: handle/transition.c handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/layer_calls_check.c runtime/unit_state.c runtime/order.c runtime/schedule_state.c runtime/operations.c runtime/runtime_check.c */
+/* links: handle/transition.c handle/storage_state.c handle/slots_state.c handle/gradients_state.c handle/handle_state.c handle/handle_check.c runtime/unit_state.c runtime/order.c runtime/schedule_state.c runtime/operations.c runtime/runtime_check.c */
 #include <signal.h>
 #include <stdarg.h>
 #include <string.h>
@@ -58,6 +58,30 @@ void _Py_Dealloc(PyObject *object) {
     CHECK(!object);
 }
 
+/* Lists and tuples are their length alone. */
+Py_ssize_t PyList_Size(PyObject *list) {
+    return ((PyVarObject *)list)->ob_size;
+}
+
+Py_ssize_t PyTuple_Size(PyObject *tuple) {
+    return ((PyVarObject *)tuple)->ob_size;
+}
+
+/* A dict has entries for as long as there are names. */
+struct entries {
+    PyObject base;
+    const char *names[4];
+    PyObject *values[4];
+};
+
+PyObject *PyDict_GetItemString(PyObject *dict, const char *name) {
+    const struct entries *entries = (struct entries *)dict;
+    for (int i = 0; i < 4 && entries->names[i]; i++)
+        if (!strcmp(entries->names[i], name))
+            return entries->values[i];
+    return NULL;
+}
+
 /* No order is validated here. */
 void order_validation_free(struct order_validation *validation) {
     CHECK(!validation);
@@ -78,12 +102,34 @@ static struct handle handle;
 static PyObject *held_by_layer;
 static struct layer_call layer;
 
+static PyVarObject two, three;
+static PyObject shard, full;
+static struct entries attributes;
+
+static void begin_param(void) {
+    two.ob_size = 2;
+    three.ob_size = 3;
+    handle.param.strategy = FULL_SHARD;
+    handle.param.sharded = handle.param.layout.sharded = handle.param.use_orig_params = true;
+    handle.param.num_params = handle.param.layout.num_params = 2;
+    handle.param.shapes = handle.param.strides = handle.param.params = (PyObject *)&two;
+    handle.param.slots = (PyObject *)&three;
+}
+
 static void begin(void) {
     memset(&handle, 0, sizeof handle);
     held_by_layer = (PyObject *)&handle;
     layer = (struct layer_call){.attributes = (PyObject *)(void *)&held_by_layer};
     handle.layer_calls = (struct layer_calls){.all = &layer, .count = 1, .placed = true};
-    handle.param.sharded = handle.param.use_orig_params = true;
+    begin_param();
+    handle.slots.count = 3;
+    handle.edits.storage = &handle.storage;
+    handle.edits.slots = &handle.slots;
+    handle.edits.param = &handle.param;
+    handle.storage.local_shard = &shard;
+    handle.storage.copies[0].full.tensor = &full;
+    attributes = (struct entries){.names = {"_local_shard", "_full_param_padded"}, .values = {&shard, &full}};
+    handle.published.dict = (PyObject *)&attributes;
     handle.storage.param = handle.slots.param = handle.gradients.param = &handle.param;
     handle.gradients.storage = &handle.storage;
     handle.storage.copy = handle.storage.copies;
@@ -273,6 +319,7 @@ static void use_a_copy_of_another_handle(void) {
 
 static void show_shards_without_original_parameters(void) {
     handle.param.use_orig_params = false;
+    handle.param.params = NULL;
     handle.slots.shown = SHOWN_SHARDED;
 }
 
@@ -290,8 +337,94 @@ static void reduce_without_an_output(void) {
 }
 
 static void keep_an_unsharded_gradient_of_what_is_not_sharded(void) {
-    handle.param.sharded = false;
+    handle.param.strategy = NO_SHARD;
+    handle.param.sharded = handle.param.layout.sharded = false;
+    attributes.names[1] = NULL;
     handle.gradients.kind = GRAD_UNSHARDED;
+}
+
+static void shard_what_is_not_to_be_sharded(void) {
+    handle.param.strategy = NO_SHARD;
+}
+
+static void shard_over_replicas_of_a_full_shard(void) {
+    handle.param.replicate_group.group = &full;
+}
+
+static void lay_out_for_another_rank(void) {
+    handle.param.layout.rank = 1;
+}
+
+static void lay_out_a_parameter_too_few(void) {
+    handle.param.layout.num_params = 1;
+}
+
+static void shape_a_parameter_too_many(void) {
+    handle.param.shapes = (PyObject *)&three;
+}
+
+static void find_a_parameter_nowhere(void) {
+    static PyVarObject one = {.ob_size = 1};
+    handle.param.slots = (PyObject *)&one;
+}
+
+static void keep_original_parameters_unasked(void) {
+    handle.param.use_orig_params = false;
+}
+
+static void lose_an_original_parameter(void) {
+    static PyVarObject one = {.ob_size = 1};
+    handle.param.params = (PyObject *)&one;
+}
+
+static void fill_fewer_slots_than_there_are_parameters(void) {
+    handle.slots.count = 1;
+}
+
+static void publish_another_shard(void) {
+    attributes.values[0] = &full;
+}
+
+static void publish_no_full_parameter(void) {
+    attributes.names[1] = NULL;
+}
+
+static void publish_a_copy_of_low_precision(void) {
+    attributes.names[2] = "_mp_shard";
+    attributes.values[2] = &full;
+}
+
+static void take_changes_over_while_gathered(void) {
+    handle.edits.taken = true;
+    handle.storage.param_state = PARAM_UNSHARDED;
+}
+
+static void look_at_a_parameter_that_is_not_there(void) {
+    handle.edits.unheld_turn = 2;
+}
+
+static void follow_edits_of_another_handle(void) {
+    static struct storage stranger;
+    handle.edits.storage = &stranger;
+}
+
+static void offload_a_gradient_that_stays(void) {
+    handle.gradients.offloaded = &full;
+}
+
+static void summon_without_saying_so(void) {
+    handle.summon.full = &full;
+}
+
+static void receive_gradients_of_another_handle(void) {
+    static struct flat_param stranger;
+    handle.gradients.param = &stranger;
+}
+
+static void keep_a_low_precision_shard_of_what_is_not_sharded(void) {
+    handle.param.strategy = NO_SHARD;
+    handle.param.sharded = handle.param.layout.sharded = false;
+    handle.storage.copies[0].low_precision_shard.allocated = true;
 }
 
 static void share_a_component_with_another_handle(void) {
@@ -341,6 +474,11 @@ static void leave_a_unit_in_the_order(void) {
 
 static void leave_a_forward_in_the_order(void) {
     CHECK_EQUAL(order_record_post_forward(&runtime.order, &unit.place), 0);
+}
+
+static void run_a_unit_that_is_not_there(void) {
+    leave_a_forward_in_the_order();
+    runtime.order.post[0] = 1;
 }
 
 static void order_a_unit_that_is_not_there(void) {
@@ -402,6 +540,10 @@ static void hold_back_a_buffer(void) {
 static void leave_an_all_reduce_in_flight(void) {
     use_streams();
     runtime.schedule.all_reducing = true;
+}
+
+static void leave_a_unit_gathered_ahead(void) {
+    order_place_set_prefetched(&unit.place, true);
 }
 
 static void leave_a_reduction_in_flight(void) {
@@ -490,16 +632,37 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {hand_over_amid_a_backward, "!gradients->in_backward"},
         {reduce_without_an_output, "!gradients->work"},
         {keep_an_unsharded_gradient_of_what_is_not_sharded, "!= GRAD_UNSHARDED"},
+        {shard_what_is_not_to_be_sharded, "param->strategy != NO_SHARD"},
+        {shard_over_replicas_of_a_full_shard, "!param->replicate_group.group"},
+        {lay_out_for_another_rank, "param->shard_group.rank"},
+        {lay_out_a_parameter_too_few, "param->layout.num_params == param->num_params"},
+        {shape_a_parameter_too_many, "PyTuple_Size(param->shapes)"},
+        {find_a_parameter_nowhere, "PyList_Size(param->slots)"},
+        {keep_original_parameters_unasked, "param->params != NULL"},
+        {lose_an_original_parameter, "PyList_Size(param->params)"},
+        {fill_fewer_slots_than_there_are_parameters, "slots->count >="},
+        {publish_another_shard, "_local_shard"},
+        {publish_no_full_parameter, "_full_param_padded"},
+        {publish_a_copy_of_low_precision, "_mp_shard"},
+        {take_changes_over_while_gathered, "!edits->taken"},
+        {look_at_a_parameter_that_is_not_there, "edits->unheld_turn"},
+        {follow_edits_of_another_handle, "handle->edits.storage"},
+        {offload_a_gradient_that_stays, "!gradients->offloaded"},
+        {summon_without_saying_so, "!handle->summon.full"},
+        {receive_gradients_of_another_handle, "handle->gradients.param"},
+        {keep_a_low_precision_shard_of_what_is_not_sharded, "!copy->low_precision_shard"},
         {share_a_component_with_another_handle, "slots.param == &handle->param"},
         {place_no_call_in_a_layer, "layers->all[i].compiled"},
         {leave_a_unit_in_a_step, "unit->phase == PHASE_IDLE"},
         {leave_a_handle_in_use, "handle->training_state == USE_IDLE"},
         {leave_a_gradient_behind, "!handle->gradients.pending"},
         {leave_a_gather_in_flight, "!= PARAM_UNSHARDING"},
-        {leave_a_unit_in_the_order, "unit->place.post_forward == -1"},
+        {leave_a_unit_in_the_order, "is_at(order->post"},
+        {leave_a_unit_gathered_ahead, "!unit->place.prefetched"},
         {leave_a_reduction_in_flight, "!runtime->reducing"},
         {leave_a_hook_on_inputs, "!unit->reshard_hook"},
         {leave_a_forward_in_the_order, "order.num_post == 0"},
+        {run_a_unit_that_is_not_there, "are_units(order, order->post"},
         {order_a_unit_that_is_not_there, "are_units(order, order->pre"},
         {order_more_units_than_there_are, "order->num_pre <= order->num_units"},
         {forget_a_unit_in_the_order, "is_at(order->pre"},
