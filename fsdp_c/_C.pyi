@@ -44,9 +44,9 @@ SET_DIRECTLY: int  # in its dicts
 SET_BY_SETATTR: int  # by delattr and setattr, in every forward
 SET_BYPASSING: int  # in its dicts, in __dict__ always
 
-# enter_ledger_phase(): what a rank does outside of its units
-LEDGER_SAVE: int
-LEDGER_LOAD: int
+# enter_recorder_phase(): what a rank does outside of its units
+RECORDER_SAVE: int
+RECORDER_LOAD: int
 
 @final
 class FlatLayout:
@@ -248,7 +248,7 @@ class Unit:
     runtime: Runtime | None
     is_root: bool | None  # None before lazy init
     training_state: int  # USE_IDLE, USE_FORWARD (= FORWARD_BACKWARD) or USE_SUMMON_FULL_PARAMS
-    ledger_index: int  # writable; of the unit's name in the ledger, -1 where it has none
+    recorder_index: int  # writable; of the unit's name in the flight recorder, -1 where it has none
     sync_gradients: bool  # writable: no_sync() sets it
     def forward(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], /) -> Any:
         """Root pre-forward, pre-forward, ``wrapped(*args, **kwargs)``, post-forward. An exception resets the unit and
@@ -330,7 +330,7 @@ def bind_callbacks(
     can reach, or to which none has come, are told once.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has raised, after
-    or while being enqueued; ``phase`` is the ledger's.
+    or while being enqueued; ``phase`` is the flight recorder's.
     """
 
 def replace(name: str, function: Callable[..., Any] | None, /) -> None:
@@ -353,33 +353,33 @@ def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], obj
     """Call ``function(handle, gradients)`` with what backward hands to a unit: (context, a gradient or None per
     parameter) with each contribution, None before its reduction, which all ranks of its groups reach. None: nobody."""
 
-def open_ledger(path: str, rank: int, world_size: int, /) -> None:
+def open_flight_recorder(path: str, rank: int, world_size: int, /) -> None:
     """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
 
     On SIGUSR1 the same goes to stderr, unless that signal is handled already. OSError where the file cannot be made.
     """
 
-def read_ledger(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str]:
+def read_flight_recorder(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str]:
     """(rank, world size, process, step, phase, unit, failed, host) of a rank's file; see tools.flight_recorder.Entry.
 
     Where the rank is between steps after a collective has failed, phase and unit are those of the failure. OSError
     where the file cannot be read, ValueError for another kind of file.
     """
 
-def close_ledger() -> None:
+def close_flight_recorder() -> None:
     """Write no more; the file stays."""
 
-def add_ledger_name(name: str, /) -> int:
-    """The index of a further unit, -1 where no ledger is open or it is full."""
+def add_recorder_name(name: str, /) -> int:
+    """The index of a further unit, -1 where no flight record is open or it is full."""
 
-def enter_ledger_phase(phase: int, /) -> int:
-    """Be in a phase outside of any unit; what it returns is for ``leave_ledger_phase``."""
+def enter_recorder_phase(phase: int, /) -> int:
+    """Be in a phase outside of any unit; what it returns is for ``leave_recorder_phase``."""
 
-def leave_ledger_phase(place: int, /) -> None:
-    """Be back where ``enter_ledger_phase`` was called."""
+def leave_recorder_phase(place: int, /) -> None:
+    """Be back where ``enter_recorder_phase`` was called."""
 
-def note_ledger_failure() -> None:
-    """A collective failed where this rank is now; the ledger keeps that until the end of the next step."""
+def note_recorder_failure() -> None:
+    """A collective failed where this rank is now; the flight record keeps that until the end of the next step."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
     """Why no kernel runs on devices of this type, None where they do: "cpu", and "cuda" where it is built and loads."""

@@ -97,13 +97,13 @@ static PyObject *watch_gradients(PyObject *self, PyObject *function) {
     Py_RETURN_NONE;
 }
 
-static PyObject *open_ledger(PyObject *self, PyObject *args) {
+static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
     PyObject *path;
     long long rank, world_size;
     (void)self;
     if (!PyArg_ParseTuple(args, "O&LL", PyUnicode_FSConverter, &path, &rank, &world_size))
         return NULL;
-    int result = ledger_open(PyBytes_AsString(path), rank, world_size);
+    int result = flight_recorder_open(PyBytes_AsString(path), rank, world_size);
     Py_DECREF(path);
     return result < 0 ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
 }
@@ -112,60 +112,60 @@ static PyObject *decoded(const char *text) {
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
-static PyObject *read_ledger(PyObject *self, PyObject *argument) {
+static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
     (void)self;
     PyObject *path = NULL;
     if (!PyUnicode_FSConverter(argument, &path))
         return NULL;
-    struct ledger_page page = {.rank = 0};
-    char name[LEDGER_NAME_NBYTES];
-    int result = ledger_read(PyBytes_AsString(path), &page, name);
+    struct recorder_page page = {.rank = 0};
+    char name[RECORDER_NAME_NBYTES];
+    int result = flight_recorder_read(PyBytes_AsString(path), &page, name);
     Py_DECREF(path);
     if (result < 0)
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
     if (result > 0)
-        return PyErr_Format(PyExc_ValueError, "%S is no ledger", argument);
+        return PyErr_Format(PyExc_ValueError, "%S is no flight record", argument);
     return Py_BuildValue("(LLLKKNNN)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
-                         (unsigned long long)page.step, (unsigned long long)(ledger_place(&page) >> 32), decoded(name),
-                         PyBool_FromLong(page.failed != 0), decoded(page.host));
+                         (unsigned long long)page.step, (unsigned long long)(flight_recorder_place(&page) >> 32),
+                         decoded(name), PyBool_FromLong(page.failed != 0), decoded(page.host));
 }
 
-static PyObject *close_ledger(PyObject *self, PyObject *unused) {
+static PyObject *close_flight_recorder(PyObject *self, PyObject *unused) {
     (void)self;
     (void)unused;
-    ledger_close();
+    flight_recorder_close();
     Py_RETURN_NONE;
 }
 
-static PyObject *add_ledger_name(PyObject *self, PyObject *args) {
+static PyObject *add_recorder_name(PyObject *self, PyObject *args) {
     const char *name;
     (void)self;
-    return PyArg_ParseTuple(args, "s", &name) ? PyLong_FromLong(ledger_add_name(name)) : NULL;
+    return PyArg_ParseTuple(args, "s", &name) ? PyLong_FromLong(flight_recorder_add_name(name)) : NULL;
 }
 
-static PyObject *enter_ledger_phase(PyObject *self, PyObject *args) {
+static PyObject *enter_recorder_phase(PyObject *self, PyObject *args) {
     int phase;
     (void)self;
     if (!PyArg_ParseTuple(args, "i", &phase))
         return NULL;
-    if (phase < 0 || phase >= LEDGER_PHASES)
-        return PyErr_Format(PyExc_ValueError, "%d is no phase of the ledger", phase);
-    return PyLong_FromUnsignedLongLong(ledger_enter(-1, (enum ledger_phase)phase));
+    if (phase < 0 || phase >= RECORDER_PHASES)
+        return PyErr_Format(PyExc_ValueError, "%d is no phase of the flight recorder", phase);
+    return PyLong_FromUnsignedLongLong(flight_recorder_enter(-1, (enum recorder_phase)phase));
 }
 
-static PyObject *leave_ledger_phase(PyObject *self, PyObject *args) {
+static PyObject *leave_recorder_phase(PyObject *self, PyObject *args) {
     unsigned long long place;
     (void)self;
     if (!PyArg_ParseTuple(args, "K", &place))
         return NULL;
-    ledger_leave(place);
+    flight_recorder_leave(place);
     Py_RETURN_NONE;
 }
 
-static PyObject *note_ledger_failure(PyObject *self, PyObject *unused) {
+static PyObject *note_recorder_failure(PyObject *self, PyObject *unused) {
     (void)self;
     (void)unused;
-    ledger_note_failure();
+    flight_recorder_note_failure();
     Py_RETURN_NONE;
 }
 
@@ -180,13 +180,13 @@ static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
 static PyMethodDef functions[] = {
     {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
     {"watch_gradients", watch_gradients, METH_O, NULL},
-    {"open_ledger", open_ledger, METH_VARARGS, NULL},
-    {"read_ledger", read_ledger, METH_O, NULL},
-    {"close_ledger", close_ledger, METH_NOARGS, NULL},
-    {"add_ledger_name", add_ledger_name, METH_VARARGS, NULL},
-    {"enter_ledger_phase", enter_ledger_phase, METH_VARARGS, NULL},
-    {"leave_ledger_phase", leave_ledger_phase, METH_VARARGS, NULL},
-    {"note_ledger_failure", note_ledger_failure, METH_NOARGS, NULL},
+    {"open_flight_recorder", open_flight_recorder, METH_VARARGS, NULL},
+    {"read_flight_recorder", read_flight_recorder, METH_O, NULL},
+    {"close_flight_recorder", close_flight_recorder, METH_NOARGS, NULL},
+    {"add_recorder_name", add_recorder_name, METH_VARARGS, NULL},
+    {"enter_recorder_phase", enter_recorder_phase, METH_VARARGS, NULL},
+    {"leave_recorder_phase", leave_recorder_phase, METH_VARARGS, NULL},
+    {"note_recorder_failure", note_recorder_failure, METH_NOARGS, NULL},
     {"cpu_capabilities", cpu_capabilities, METH_NOARGS, NULL},
     {"use_cpu_capability", use_cpu_capability, METH_VARARGS, NULL},
     {"why_no_kernels", why_no_kernels, METH_VARARGS, NULL},
@@ -235,8 +235,8 @@ static int add_constants(PyObject *module) {
         {"SET_DIRECTLY", SETTING_DIRECT},
         {"SET_BY_SETATTR", SETTING_BY_SETATTR},
         {"SET_BYPASSING", SETTING_BYPASS},
-        {"LEDGER_SAVE", LEDGER_SAVE},
-        {"LEDGER_LOAD", LEDGER_LOAD},
+        {"RECORDER_SAVE", RECORDER_SAVE},
+        {"RECORDER_LOAD", RECORDER_LOAD},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

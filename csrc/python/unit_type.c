@@ -178,17 +178,17 @@ static PyObject *get_sync_gradients(PyObject *self, void *unused) {
     return PyBool_FromLong(inside(self)->sync_gradients);
 }
 
-static PyObject *get_ledger_index(PyObject *self, void *unused) {
+static PyObject *get_recorder_index(PyObject *self, void *unused) {
     (void)unused;
-    return PyLong_FromLong(inside(self)->ledger_index);
+    return PyLong_FromLong(inside(self)->recorder_index);
 }
 
-static int set_ledger_index(PyObject *self, PyObject *value, void *unused) {
+static int set_recorder_index(PyObject *self, PyObject *value, void *unused) {
     long index = value ? PyLong_AsLong(value) : -1;
     (void)unused;
     if (PyErr_Occurred())
         return -1;
-    unit_set_ledger_index(inside(self), index >= 0 && index < LEDGER_CAPACITY ? (int32_t)index : -1);
+    unit_set_recorder_index(inside(self), index >= 0 && index < RECORDER_CAPACITY ? (int32_t)index : -1);
     return 0;
 }
 
@@ -202,7 +202,7 @@ static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
 }
 
 static PyGetSetDef attributes[] = {
-    {"ledger_index", get_ledger_index, set_ledger_index, NULL, NULL},
+    {"recorder_index", get_recorder_index, set_recorder_index, NULL, NULL},
     {"handle", get_handle, NULL, NULL, NULL},
     {"runtime", get_runtime, NULL, NULL, NULL},
     {"is_root", get_is_root, NULL, NULL, NULL},

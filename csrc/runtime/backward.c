@@ -18,10 +18,10 @@ static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
-    ledger_enter(unit->ledger_index, LEDGER_BACKWARD_GATHER);
+    flight_recorder_enter(unit->recorder_index, RECORDER_BACKWARD_GATHER);
     if (unit_precision_for_backward(unit) < 0 || unit_gather(unit) < 0 || unit_wait_gathered(unit) < 0)
         return -1;
-    ledger_enter(unit->ledger_index, LEDGER_BACKWARD);
+    flight_recorder_enter(unit->recorder_index, RECORDER_BACKWARD);
     unit->needs_pre_backward_unshard = false;
     order_place_set_prefetched(&unit->place, false);
     if (prefetch_before_backward(unit) < 0)

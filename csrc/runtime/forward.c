@@ -70,10 +70,10 @@ static int unshard_for_forward(struct unit *unit) {
     order_record_pre_forward(&unit->runtime->order, &unit->place);
     if (unit_begin_step_alone(unit) < 0)
         return -1;
-    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD_GATHER);
+    uint64_t place = flight_recorder_enter(unit->recorder_index, RECORDER_FORWARD_GATHER);
     if (unit_gather(unit) < 0 || unit_wait_gathered(unit) < 0)
         return -1;
-    ledger_leave(place);
+    flight_recorder_leave(place);
     order_place_set_prefetched(&unit->place, false);
     PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward_prefetch");
     int result = operations.prefetch(unit, USE_FORWARD);
@@ -198,7 +198,7 @@ static int profiled_post_forward(struct unit *unit, PyObject **output) {
 
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
-    uint64_t place = ledger_enter(unit->ledger_index, LEDGER_FORWARD);
+    uint64_t place = flight_recorder_enter(unit->recorder_index, RECORDER_FORWARD);
     runtime_enter_forward(unit->runtime);
     Py_INCREF(args);
     Py_INCREF(kwargs);
@@ -209,7 +209,7 @@ static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *arg
     if (!output)
         abandon_forward(unit);
     runtime_leave_forward(unit->runtime);
-    ledger_leave(place);
+    flight_recorder_leave(place);
     Py_DECREF(args);
     Py_DECREF(kwargs);
     return output;

@@ -5,11 +5,11 @@
 
 /* ---- failure ---- */
 
-/* A collective failed: its error says of which unit and phase and, where ledgers are kept, where the other ranks are. Where it was
+/* A collective failed: its error says of which unit and phase and, where the flight recorder is on, where the other ranks are. Where it was
  * only being enqueued, that goes for the backend's own errors. Returns -1. */
-int unit_explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueued) {
+int unit_explain_failure(struct unit *unit, enum recorder_phase phase, bool enqueued) {
     PyObject *type, *value, *traceback;
-    uint64_t place = ledger_enter(unit->ledger_index, phase);
+    uint64_t place = flight_recorder_enter(unit->recorder_index, phase);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *done =
@@ -19,14 +19,14 @@ int unit_explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueu
         PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, value, traceback);
-    ledger_leave(place);
+    flight_recorder_leave(place);
     return -1;
 }
 
 static int explain_gather(struct unit *unit, bool enqueued) {
     enum training_state state = unit->handle->training_state;
     bool in_backward = state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST;
-    return unit_explain_failure(unit, in_backward ? LEDGER_BACKWARD_GATHER : LEDGER_FORWARD_GATHER, enqueued);
+    return unit_explain_failure(unit, in_backward ? RECORDER_BACKWARD_GATHER : RECORDER_FORWARD_GATHER, enqueued);
 }
 
 /* ---- the parts of a gather ---- */

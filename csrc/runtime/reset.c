@@ -27,7 +27,7 @@ static int reset(struct runtime *runtime) {
         if (unit_end_step(unit) < 0)
             return -1;
     }
-    ledger_leave(0);
+    flight_recorder_leave(0);
     order_forget_forwards(&runtime->order);
     runtime->callback_queued = false;
     return schedule_settle(&runtime->schedule);

@@ -17,7 +17,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/ledger.h"
+#include "runtime/flight_recorder.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
 #include "runtime/unit.h"

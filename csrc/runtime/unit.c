@@ -45,7 +45,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->limit_all_gathers = spec->limit_all_gathers;
     unit->full_precision_in_eval = spec->full_precision_in_eval;
     unit->sync_gradients = true;
-    unit->ledger_index = -1;
+    unit->recorder_index = -1;
     order_place_init(&unit->place, 0);
     return unit->module_ref ? 0 : -1;
 }
@@ -70,8 +70,8 @@ void unit_set_sync_gradients(struct unit *unit, bool sync) {
     unit->sync_gradients = sync;
 }
 
-void unit_set_ledger_index(struct unit *unit, int32_t index) {
-    unit->ledger_index = index;
+void unit_set_recorder_index(struct unit *unit, int32_t index) {
+    unit->recorder_index = index;
 }
 
 int unit_clear(struct unit *unit) {

@@ -11,7 +11,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/ledger.h"
+#include "runtime/flight_recorder.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
 
@@ -62,7 +62,7 @@ struct unit {
     bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
-    int32_t ledger_index;           /* of its name in the ledger, -1: none */
+    int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
     struct order_place place;       /* in the order of units */
     struct gather_mark gather;      /* its last all-gather */
 };
@@ -86,7 +86,7 @@ void unit_unbind(struct unit *unit);
 int unit_end_step(struct unit *unit);       /* no flag of a step is set, and it is IDLE. 0 or -1 */
 int unit_unwatch_inputs(struct unit *unit); /* undoes unit_watch_inputs. 0 or -1 */
 void unit_set_sync_gradients(struct unit *unit, bool sync);
-void unit_set_ledger_index(struct unit *unit, int32_t index);
+void unit_set_recorder_index(struct unit *unit, int32_t index);
 
 /* unit_state.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
@@ -119,7 +119,7 @@ bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
-int unit_explain_failure(struct unit *unit, enum ledger_phase phase, bool enqueued);
+int unit_explain_failure(struct unit *unit, enum recorder_phase phase, bool enqueued);
 
 /* ahead.c. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */

@@ -35,7 +35,7 @@ StrPath = str | os.PathLike[str]
 EXTRA = "extra"
 
 
-@flight_recorder.phase(_C.LEDGER_SAVE)
+@flight_recorder.phase(_C.RECORDER_SAVE)
 def save(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -93,7 +93,7 @@ def save(
             discard(temporary)  # it is there after a failure only
 
 
-@flight_recorder.phase(_C.LEDGER_LOAD)
+@flight_recorder.phase(_C.RECORDER_LOAD)
 def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

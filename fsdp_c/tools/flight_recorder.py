@@ -1,8 +1,8 @@
 """The flight recorder: where each rank is, in a file per rank that survives it.
 
-``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called ledgers. The runtime in C writes
-phase, unit and step into a mapped page, a few stores per unit. For errors to say where the other ranks are, the folder
-must be one for all: on several hosts, one on a shared file system.
+``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called flight records. The runtime in C
+writes phase, unit and step into a mapped page, a few stores per unit. For errors to say where the other ranks are, the
+folder must be one for all: on several hosts, one on a shared file system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_c.sharding.sharded_module import ShardedModule
 from fsdp_c.sharding.traversal import clean_path
 
 VARIABLE = "FSDP_C_LEDGER"
-_PHASES = (  # enum ledger_phase: what one rank does, and several
+_PHASES = (  # enum recorder_phase: what one rank does, and several
     ("is between steps", "are between steps"),
     ("is in the forward of {}", "are in the forward of {}"),
     ("waits in the all-gather of {}", "wait in the all-gather of {}"),
@@ -65,8 +65,8 @@ def keep(modules: Sequence[tuple[str, ShardedModule]]) -> None:
     if _open_folder is None:
         return
     for path, module in modules:
-        if module._unit.ledger_index < 0:
-            module._unit.ledger_index = _C.add_ledger_name(clean_path(path) or "the root")
+        if module._unit.recorder_index < 0:
+            module._unit.recorder_index = _C.add_recorder_name(clean_path(path) or "the root")
 
 
 def _open_if_wanted() -> None:
@@ -76,28 +76,30 @@ def _open_if_wanted() -> None:
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        _C.open_ledger(str(Path(folder) / f"rank{dist.get_rank():05d}.ledger"), dist.get_rank(), dist.get_world_size())
+        _C.open_flight_recorder(
+            str(Path(folder) / f"rank{dist.get_rank():05d}.ledger"), dist.get_rank(), dist.get_world_size()
+        )
         _open_folder = folder
     except OSError as error:  # an exception here would leave the other ranks waiting in a collective
-        warnings.warn(f"rank {dist.get_rank()}: no ledger in {folder}: {error}", stacklevel=3)
+        warnings.warn(f"rank {dist.get_rank()}: no flight record in {folder}: {error}", stacklevel=3)
 
 
 def close() -> None:
     """Record no more. The files stay."""
     global _open_folder
     _open_folder = None
-    _C.close_ledger()
+    _C.close_flight_recorder()
 
 
 @contextlib.contextmanager
 def phase(number: int) -> Iterator[None]:
     """Record that in the body this rank is in a phase outside of its units."""
     _open_if_wanted()
-    place = _C.enter_ledger_phase(number)
+    place = _C.enter_recorder_phase(number)
     try:
         yield
     finally:
-        _C.leave_ledger_phase(place)
+        _C.leave_recorder_phase(place)
 
 
 # ----------------------------------------------------------------- reading
@@ -107,12 +109,12 @@ def read(folder: str | os.PathLike[str]) -> list[Entry]:
     """The entries of all ranks in ``folder``, by rank. ValueError where there are none, or a damaged file."""
     entries = sorted(_read_one(path) for path in Path(folder).glob("rank*.ledger"))
     if not entries:
-        raise ValueError(f"{folder} holds no ledger: start the ranks with {VARIABLE}={folder}")
+        raise ValueError(f"{folder} holds no flight record: start the ranks with {VARIABLE}={folder}")
     return entries
 
 
 def _read_one(path: Path) -> Entry:
-    rank, world_size, pid, step, phase, unit, failed, host = _C.read_ledger(path)
+    rank, world_size, pid, step, phase, unit, failed, host = _C.read_flight_recorder(path)
     process = _process_state(pid) if host == socket.gethostname() else ""
     return Entry(rank, world_size, step, phase, unit or "a unit without a name", failed, process)
 
@@ -133,7 +135,7 @@ def describe(entries: Sequence[Entry]) -> str:
     parts = [_clause(ranks, *place) for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))]
     known = {entry.rank for entry in entries}
     if silent := [rank for rank in range(entries[0].world_size) if rank not in known]:
-        parts.append(f"{ranks_text(silent)} kept no ledger")
+        parts.append(f"{ranks_text(silent)} kept no flight record")
     return ", ".join(parts)
 
 
@@ -190,7 +192,7 @@ def explained(doing: str) -> Iterator[None]:
 
 
 def _explain(error: RuntimeError, step: str, doing: str) -> None:
-    _C.note_ledger_failure()
+    _C.note_recorder_failure()
     if len(error.args) != 1:
         return
     text = f"{error}\nrank {dist.get_rank()}{step}: a collective failed or timed out while this rank {doing}."
@@ -198,6 +200,6 @@ def _explain(error: RuntimeError, step: str, doing: str) -> None:
         text += f" Start the ranks with {VARIABLE}=folder to be told where the others are."
     else:
         with contextlib.suppress(OSError, ValueError):
-            text += f" By the ledgers, {describe(_read_settled(_open_folder))}."
+            text += f" By the flight records, {describe(_read_settled(_open_folder))}."
         text += f" python -m fsdp_c.where {_open_folder} shows where they are now."
     error.args = (text,)

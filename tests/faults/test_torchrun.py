@@ -77,7 +77,7 @@ def launch(action: str, phase: str, folder: Path) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # or a new rank may find the address of one that is gone
-        flight_recorder.VARIABLE: str(folder / "ledgers"),
+        flight_recorder.VARIABLE: str(folder / "records"),
     }
     command = [sys.executable, *launcher, *script, *flags]
     with (folder / "output").open("w") as output:

@@ -1,4 +1,4 @@
-"""Which rank is where: the ledger that FSDP_C_LEDGER makes each rank keep, and what fsdp_c.where makes of them."""
+"""Which rank is where: the record that FSDP_C_LEDGER makes each rank keep, and what fsdp_c.where makes of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.ranks import device, on_ranks
 
 
 @contextmanager
-def ledgers(folder: str) -> Iterator[Path]:
+def flight_records(folder: str) -> Iterator[Path]:
     with mock.patch.dict(os.environ, {flight_recorder.VARIABLE: folder}):
         try:
             yield Path(folder)
@@ -52,7 +52,7 @@ def places(folder: Path) -> list[str]:
 
 @on_ranks(2, label="faults")
 def test_a_step_passes_through_the_phases_of_each_unit(rank: int, world_size: int, tmp_path: Path) -> None:
-    with ledgers(str(tmp_path)):
+    with flight_records(str(tmp_path)):
         model, seen = build(), []
 
         def look(*_: object) -> None:
@@ -100,7 +100,7 @@ def test_the_lagging_rank_and_what_the_others_wait_for_are_named(
                 time.sleep(0.02)
             told.write_text(line)
 
-    with ledgers(str(tmp_path)):
+    with flight_records(str(tmp_path)):
         model = build()
         model(torch.randn(3, WIDTH)).sum().backward()
         inner = model.module.blocks[1 if direction == "backward" else 0].module.down
@@ -122,7 +122,7 @@ def test_a_failed_collective_says_of_which_unit_and_where_the_ranks_are(
         def wait(self) -> None:
             raise RuntimeError("the peer is gone")
 
-    with ledgers(str(tmp_path)):
+    with flight_records(str(tmp_path)):
         model = build()
         model(torch.randn(3, WIDTH)).sum().backward()
         with mock.patch.object(dist, ALL_GATHER, lambda *_, **__: Lost()):
@@ -152,7 +152,7 @@ def test_without_the_variable_nothing_is_kept_and_an_unusable_folder_warns(
     assert not list(tmp_path.glob("*.ledger"))
     file = tmp_path / f"file{rank}"
     file.write_text("")
-    with ledgers(str(file)), pytest.warns(UserWarning, match=f"rank {rank}: no ledger in"):
+    with flight_records(str(file)), pytest.warns(UserWarning, match=f"rank {rank}: no flight record in"):
         build()(torch.randn(3, WIDTH))
 
 
@@ -165,31 +165,31 @@ def test_the_command_groups_ranks_that_are_at_the_same_place(
         assert where.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == (
         "rank 3 is in the forward of layers.7 (step 4, the process has ended), "
-        "ranks 0 to 2, 5 wait in the all-gather of layers.8 (step 4), rank 4 kept no ledger"
+        "ranks 0 to 2, 5 wait in the all-gather of layers.8 (step 4), rank 4 kept no flight record"
     )
 
 
 def test_the_command_says_what_is_wrong_with_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert where.main([str(tmp_path)]) == 1
-    assert "holds no ledger" in capsys.readouterr().err
+    assert "holds no flight record" in capsys.readouterr().err
     (tmp_path / "rank00000.ledger").write_bytes(b"FSDPCLG1")
     assert where.main([str(tmp_path)]) == 1
-    assert "is no ledger" in capsys.readouterr().err
+    assert "is no flight record" in capsys.readouterr().err
 
 
 KILLED = """
 import os, signal, sys
 import fsdp_c
 from fsdp_c import _C
-_C.open_ledger(sys.argv[1] + "/rank00000.ledger", 0, 1)
-assert _C.add_ledger_name("x" * 300) == 0
-_C.enter_ledger_phase(_C.LEDGER_SAVE)
+_C.open_flight_recorder(sys.argv[1] + "/rank00000.ledger", 0, 1)
+assert _C.add_recorder_name("x" * 300) == 0
+_C.enter_recorder_phase(_C.RECORDER_SAVE)
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_the_ledger_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> None:
+def test_the_flight_record_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert "fsdp_c: rank 0, step 0: is saving a checkpoint\n" in done.stderr
@@ -199,13 +199,13 @@ def test_the_ledger_survives_sigkill_and_sigusr1_prints_it(tmp_path: Path) -> No
 READ = """
 import sys
 from fsdp_c import _C
-_C.open_ledger(sys.argv[1], 3, 8)
-_C.add_ledger_name("\u00e4" * 100)
-print(ascii(_C.read_ledger(sys.argv[1])[3:7]))
-place = _C.enter_ledger_phase(_C.LEDGER_SAVE)
-_C.note_ledger_failure()
-_C.leave_ledger_phase(place)
-print(_C.read_ledger(sys.argv[1])[3:7])
+_C.open_flight_recorder(sys.argv[1], 3, 8)
+_C.add_recorder_name("\u00e4" * 100)
+print(ascii(_C.read_flight_recorder(sys.argv[1])[3:7]))
+place = _C.enter_recorder_phase(_C.RECORDER_SAVE)
+_C.note_recorder_failure()
+_C.leave_recorder_phase(place)
+print(_C.read_flight_recorder(sys.argv[1])[3:7])
 """
 
 
@@ -233,8 +233,10 @@ def test_a_process_that_runs_is_stopped_or_has_ended_is_told_apart() -> None:
 
 
 @on_ranks(2, label="faults")
-def test_a_load_that_fails_on_all_ranks_is_over_for_the_ledger(rank: int, world_size: int, tmp_path: Path) -> None:
-    with ledgers(str(tmp_path / "ledgers")) as folder:
+def test_a_load_that_fails_on_all_ranks_is_over_for_the_flight_recorder(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    with flight_records(str(tmp_path / "records")) as folder:
         model = build()
         with pytest.raises(FileNotFoundError):
             checkpoint.load(model, None, tmp_path / "nowhere")

@@ -1,5 +1,5 @@
 #define _DEFAULT_SOURCE /* mmap, gethostname and sigaction beside C11 */
-#include "runtime/ledger.h"
+#include "runtime/flight_recorder.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -9,13 +9,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-struct ledger_page *ledger;
+struct recorder_page *flight_recorder;
 
 static const char MAGIC[8] = {'F', 'S', 'D', 'P', 'C', 'L', 'G', '1'};
-enum { LEDGER_NBYTES = LEDGER_HEADER_NBYTES + LEDGER_CAPACITY * LEDGER_NAME_NBYTES };
+enum { RECORDER_NBYTES = RECORDER_HEADER_NBYTES + RECORDER_CAPACITY * RECORDER_NAME_NBYTES };
 
-static char *name_of(struct ledger_page *page, int64_t unit) {
-    return (char *)page + LEDGER_HEADER_NBYTES + unit * LEDGER_NAME_NBYTES;
+static char *name_of(struct recorder_page *page, int64_t unit) {
+    return (char *)page + RECORDER_HEADER_NBYTES + unit * RECORDER_NAME_NBYTES;
 }
 
 /* ---- SIGUSR1: nothing here but what a signal handler may call ---- */
@@ -42,18 +42,18 @@ static void say_number(uint64_t number) {
 }
 
 static void dump(int signal_number) {
-    static const char *const phases[LEDGER_PHASES] = {
-        [LEDGER_IDLE] = "is between steps",
-        [LEDGER_FORWARD] = "is in the forward of ",
-        [LEDGER_FORWARD_GATHER] = "waits in the all-gather of ",
-        [LEDGER_BACKWARD] = "is in the backward of ",
-        [LEDGER_BACKWARD_GATHER] = "waits in the all-gather for the backward of ",
-        [LEDGER_REDUCE] = "waits in the reduction of ",
-        [LEDGER_SAVE] = "is saving a checkpoint",
-        [LEDGER_LOAD] = "is loading a checkpoint",
+    static const char *const phases[RECORDER_PHASES] = {
+        [RECORDER_IDLE] = "is between steps",
+        [RECORDER_FORWARD] = "is in the forward of ",
+        [RECORDER_FORWARD_GATHER] = "waits in the all-gather of ",
+        [RECORDER_BACKWARD] = "is in the backward of ",
+        [RECORDER_BACKWARD_GATHER] = "waits in the all-gather for the backward of ",
+        [RECORDER_REDUCE] = "waits in the reduction of ",
+        [RECORDER_SAVE] = "is saving a checkpoint",
+        [RECORDER_LOAD] = "is loading a checkpoint",
     };
     int saved_errno = errno;
-    struct ledger_page *page = ledger;
+    struct recorder_page *page = flight_recorder;
     (void)signal_number;
     if (page) {
         uint64_t place = page->place, phase = place >> 32;
@@ -63,8 +63,8 @@ static void dump(int signal_number) {
         say(", step ");
         say_number(page->step);
         say(": ");
-        say(phase < LEDGER_PHASES ? phases[phase] : "is somewhere");
-        if (phase >= LEDGER_FORWARD && phase <= LEDGER_REDUCE)
+        say(phase < RECORDER_PHASES ? phases[phase] : "is somewhere");
+        if (phase >= RECORDER_FORWARD && phase <= RECORDER_REDUCE)
             say(unit >= 0 && unit < page->num_names ? name_of(page, unit) : "a unit without a name");
         say("\n");
     }
@@ -86,26 +86,26 @@ static int dump_on_signal(void) {
 
 /* ---- the file ---- */
 
-static struct ledger_page *map_file(int descriptor) {
-    if (ftruncate(descriptor, LEDGER_NBYTES) < 0)
+static struct recorder_page *map_file(int descriptor) {
+    if (ftruncate(descriptor, RECORDER_NBYTES) < 0)
         return NULL;
     /* the header's block is there from now on: a full disk must not become a SIGBUS in a step */
-    int failure = posix_fallocate(descriptor, 0, LEDGER_HEADER_NBYTES);
+    int failure = posix_fallocate(descriptor, 0, RECORDER_HEADER_NBYTES);
     if (failure) {
         errno = failure;
         return NULL;
     }
-    void *memory = mmap(NULL, LEDGER_NBYTES, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    void *memory = mmap(NULL, RECORDER_NBYTES, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
     return memory == MAP_FAILED ? NULL : memory;
 }
 
-int ledger_open(const char *path, int64_t rank, int64_t world_size) {
+int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
     if (unlink(path) < 0 && errno != ENOENT) /* an earlier process may still have it mapped: not to be cut */
         return -1;
     int descriptor = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
     if (descriptor < 0)
         return -1;
-    struct ledger_page *page = map_file(descriptor);
+    struct recorder_page *page = map_file(descriptor);
     int saved_errno = errno;
     close(descriptor);
     if (!page) {
@@ -117,44 +117,44 @@ int ledger_open(const char *path, int64_t rank, int64_t world_size) {
     page->pid = getpid();
     gethostname(page->host, sizeof page->host - 1);
     memcpy(page->magic, MAGIC, sizeof MAGIC);
-    ledger_close();
-    ledger = page;
+    flight_recorder_close();
+    flight_recorder = page;
     return dump_on_signal();
 }
 
-/* The signal's handler stays: it does nothing without a ledger. */
-void ledger_close(void) {
-    struct ledger_page *page = ledger;
-    ledger = NULL;
+/* The signal's handler stays: it does nothing without a file. */
+void flight_recorder_close(void) {
+    struct recorder_page *page = flight_recorder;
+    flight_recorder = NULL;
     if (page)
-        munmap(page, LEDGER_NBYTES);
+        munmap(page, RECORDER_NBYTES);
 }
 
-int32_t ledger_add_name(const char *name) {
-    if (!ledger || ledger->num_names >= LEDGER_CAPACITY)
+int32_t flight_recorder_add_name(const char *name) {
+    if (!flight_recorder || flight_recorder->num_names >= RECORDER_CAPACITY)
         return -1;
-    snprintf(name_of(ledger, ledger->num_names), LEDGER_NAME_NBYTES, "%s", name);
-    return (int32_t)ledger->num_names++;
+    snprintf(name_of(flight_recorder, flight_recorder->num_names), RECORDER_NAME_NBYTES, "%s", name);
+    return (int32_t)flight_recorder->num_names++;
 }
 
 /* ---- reading ---- */
 
-static int read_at_unit(int descriptor, struct ledger_page *page, char name[LEDGER_NAME_NBYTES]) {
+static int read_at_unit(int descriptor, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
     ssize_t got = pread(descriptor, page, sizeof *page, 0);
     if (got != (ssize_t)sizeof *page || memcmp(page->magic, MAGIC, sizeof MAGIC))
         return got < 0 ? -1 : 1;
-    int64_t unit = (int32_t)(uint32_t)ledger_place(page);
-    if (unit < 0 || unit >= page->num_names || unit >= LEDGER_CAPACITY)
+    int64_t unit = (int32_t)(uint32_t)flight_recorder_place(page);
+    if (unit < 0 || unit >= page->num_names || unit >= RECORDER_CAPACITY)
         return 0;
-    got = pread(descriptor, name, LEDGER_NAME_NBYTES - 1, LEDGER_HEADER_NBYTES + unit * LEDGER_NAME_NBYTES);
+    got = pread(descriptor, name, RECORDER_NAME_NBYTES - 1, RECORDER_HEADER_NBYTES + unit * RECORDER_NAME_NBYTES);
     return got < 0 ? -1 : 0;
 }
 
-int ledger_read(const char *path, struct ledger_page *page, char name[LEDGER_NAME_NBYTES]) {
+int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
     int descriptor = open(path, O_RDONLY | O_CLOEXEC);
     if (descriptor < 0)
         return -1;
-    memset(name, 0, LEDGER_NAME_NBYTES);
+    memset(name, 0, RECORDER_NAME_NBYTES);
     int result = read_at_unit(descriptor, page, name);
     int saved_errno = errno;
     close(descriptor);

@@ -1,0 +1,77 @@
+/* Where this rank is, in a file that other processes can read and that survives this one, however it ends.
+ *
+ *   page: rank, step, place (phase and unit) | names of the units, RECORDER_NAME_NBYTES each
+ *
+ * Invariant: `flight_recorder` is NULL while no file is open, and then an event costs a load and a branch; otherwise a few stores. `place`
+ * is one aligned word, so that a reader never sees the phase of one unit with another. */
+#ifndef FSDP_RUNTIME_FLIGHT_RECORDER_H
+#define FSDP_RUNTIME_FLIGHT_RECORDER_H
+
+#include <stdint.h>
+
+enum recorder_phase {
+    RECORDER_IDLE,
+    RECORDER_FORWARD,
+    RECORDER_FORWARD_GATHER, /* waits in the all-gather of its forward */
+    RECORDER_BACKWARD,
+    RECORDER_BACKWARD_GATHER,
+    RECORDER_REDUCE, /* waits in the reduction of its gradients */
+    RECORDER_SAVE,
+    RECORDER_LOAD,
+    RECORDER_PHASES
+};
+
+enum { RECORDER_NAME_NBYTES = 128, RECORDER_CAPACITY = 4096, RECORDER_HEADER_NBYTES = 4096 };
+
+struct recorder_page {
+    char magic[8];
+    int64_t rank, world_size, pid, num_names;
+    volatile uint64_t step;   /* backwards that this rank has ended */
+    volatile uint64_t place;  /* phase << 32 | unit */
+    volatile uint64_t failed; /* the place where a collective failed last; 0: none */
+    char host[64];
+};
+
+extern struct recorder_page *flight_recorder;
+
+/* Open `path` anew, and write what it says to stderr on SIGUSR1 unless that signal is handled already. 0, or -1 with errno. */
+int flight_recorder_open(const char *path, int64_t rank, int64_t world_size);
+void flight_recorder_close(void);
+int32_t flight_recorder_add_name(const char *name); /* the unit's index, or -1 where no file is open or it is full */
+
+/* Read another process's file: its page, and the name of the unit at flight_recorder_place(), "" where it has none. 0, -1 with errno, or
+ * 1 for a file that is no flight record. */
+int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]);
+
+/* Where the rank is; between steps, where a collective failed before. */
+static inline uint64_t flight_recorder_place(const struct recorder_page *page) {
+    return page->place ? page->place : page->failed;
+}
+
+/* Returns the place that was left, for flight_recorder_leave. */
+static inline uint64_t flight_recorder_enter(int32_t unit, enum recorder_phase phase) {
+    if (!flight_recorder)
+        return 0;
+    uint64_t left = flight_recorder->place;
+    flight_recorder->place = (uint64_t)phase << 32 | (uint32_t)unit;
+    return left;
+}
+
+static inline void flight_recorder_leave(uint64_t place) {
+    if (flight_recorder)
+        flight_recorder->place = place;
+}
+
+static inline void flight_recorder_end_step(void) {
+    if (flight_recorder) {
+        flight_recorder->step = flight_recorder->step + 1;
+        flight_recorder->place = flight_recorder->failed = 0;
+    }
+}
+
+static inline void flight_recorder_note_failure(void) {
+    if (flight_recorder)
+        flight_recorder->failed = flight_recorder->place;
+}
+
+#endif
