@@ -358,6 +358,18 @@ def python_layer_violations(root: Path) -> list[str]:
     return found
 
 
+def trace_violations(root: Path) -> list[str]:
+    """Files that open ranges of the profiler, or say where the rank is, past trace.c; Python says its own phases."""
+    itself = re.compile(r"runtime/(trace|flight_recorder)\.[ch]|torch/profile\.[ch]|python/module\.c")
+    opening = re.compile(r"\b(profile_(?:begin\w*|end)|flight_recorder_(?:enter|leave|end_step))\(")
+    return [
+        f"{name} calls {function}()"
+        for name, text in c_files(root).items()
+        if not itself.fullmatch(name)
+        for function in opening.findall(text)
+    ]
+
+
 CHECKS: list[Check] = [
     include_violations,
     python_h_violations,
@@ -369,6 +381,7 @@ CHECKS: list[Check] = [
     ring_violations,
     ownership_violations,
     lookup_violations,
+    trace_violations,
     cycle_violations,
     python_layer_violations,
 ]
@@ -492,6 +505,8 @@ PLANTED = [
         "csrc/runtime/other.c",
         'int f(void) { return !PyImport_ImportModule("fsdp_c.training.tree"); }',
     ),
+    (trace_violations, "csrc/runtime/other.c", 'void *f(void) { return profile_begin("forward"); }'),
+    (trace_violations, "csrc/handle/other.c", "void f(void) { flight_recorder_enter(0, 1); }"),
     (cycle_violations, "fsdp_c/api.py", "def late():\n    from fsdp_c.wrap import policy\n"),
     (cycle_violations, "fsdp_c/wrap.py", "from fsdp_c import A\n"),
     (cycle_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c.checkpoint import saving\n"),

@@ -1,5 +1,6 @@
 /* Gathering a unit ahead of its turn: in the order of units (D-110 to D-116), or on the user's word. A step that begins without its
  * root. */
+#include "runtime/operations.h"
 #include "runtime/runtime.h"
 
 /* ---- in the order of units ---- */
@@ -53,11 +54,21 @@ int unit_gather_ahead(struct unit *candidate, enum training_state state) {
     return 0;
 }
 
-int unit_prefetch(struct unit *unit, enum training_state state) {
+int unit_prefetch_in_order(struct unit *unit, enum training_state state) {
     for (struct unit *next; (next = unit_next(unit, state)) != NULL;)
         if (unit_gather_ahead(next, state) < 0)
             return -1;
     return 0;
+}
+
+int unit_prefetch(struct unit *unit, enum training_state state) {
+    static const enum traced parts[USE_STATES] = {[USE_FORWARD] = TRACED_PRE_FORWARD_PREFETCH,
+                                                  [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
+                                                  [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
+    struct trace trace = trace_begin(parts[state], unit->recorder_index);
+    int result = operations.prefetch(unit, state);
+    trace_end(trace);
+    return result;
 }
 
 /* ---- on the user's word ---- */

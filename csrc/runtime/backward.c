@@ -3,28 +3,18 @@
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
-#include "torch/profile.h"
 
 /* ---- pre-backward ---- */
-
-static int prefetch_before_backward(struct unit *unit) {
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_backward_prefetch");
-    int result = operations.prefetch(unit, USE_BACKWARD_PRE);
-    profile_end(range);
-    return result;
-}
 
 static int unshard_for_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
         return -1;
-    flight_recorder_enter(unit->recorder_index, RECORDER_BACKWARD_GATHER);
-    if (unit_precision_for_backward(unit) < 0 || unit_gather(unit) < 0 || unit_wait_gathered(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
-    flight_recorder_enter(unit->recorder_index, RECORDER_BACKWARD);
     unit->needs_pre_backward_unshard = false;
     order_place_set_prefetched(&unit->place, false);
-    if (prefetch_before_backward(unit) < 0)
+    if (unit_prefetch(unit, USE_BACKWARD_PRE) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
     if (handle->param.use_orig_params && handle_show_views(handle) < 0)
@@ -57,9 +47,9 @@ int unit_pre_backward(struct unit *unit) {
         return 0;
     if (is_prepared(unit)) /* perhaps for a forward under another stream: this one has not waited for the gather */
         return stream_follow(&unit->runtime->schedule.streams);
-    PyObject *range = profile_begin("FullyShardedDataParallel._pre_backward_hook");
+    struct trace trace = trace_begin(TRACED_PRE_BACKWARD, unit->recorder_index);
     int result = pre_backward(unit);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 
@@ -73,15 +63,8 @@ static int reshard_in_backward(struct unit *unit) {
     return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
-static int prefetch_after_backward(struct unit *unit) {
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel._post_backward_prefetch");
-    int result = operations.prefetch(unit, USE_BACKWARD_POST);
-    profile_end(range);
-    return result;
-}
-
 int unit_post_backward_reshard(struct unit *unit) {
-    if (reshard_in_backward(unit) < 0 || prefetch_after_backward(unit) < 0)
+    if (reshard_in_backward(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }
@@ -137,23 +120,23 @@ int unit_post_backward(struct unit *unit) {
     if (!unit->runtime || !unit->handle || !gradients_have_new(&unit->handle->gradients))
         return 0;
     bool enabled = torch_grad_enabled();
-    PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook");
+    struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
     torch_set_grad_enabled(false);
     int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
     if (!result)
         result = post_backward(unit);
     torch_set_grad_enabled(enabled);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 
 int unit_reshard_only(struct unit *unit) {
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
-    PyObject *range = profile_begin("FullyShardedDataParallel._post_backward_hook_reshard_only");
+    struct trace trace = trace_begin(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
     int result = handle_set_training_state(unit->handle, USE_BACKWARD_POST);
     if (!result)
         result = operations.post_backward_reshard(unit);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }

@@ -108,7 +108,7 @@ static int end_backward(struct runtime *runtime) {
         return -1;
     if (!runtime->num_in_forward) {
         order_next_iteration(&runtime->order);
-        flight_recorder_end_step();
+        trace_end_step();
     }
     runtime->callback_queued = false;
     if (!runtime->num_in_forward)

@@ -3,7 +3,6 @@
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
-#include "torch/profile.h"
 #include "torch/tensor.h"
 
 /* ---- pre-forward ---- */
@@ -70,15 +69,10 @@ static int unshard_for_forward(struct unit *unit) {
     order_record_pre_forward(&unit->runtime->order, &unit->place);
     if (unit_begin_step_alone(unit) < 0)
         return -1;
-    uint64_t place = flight_recorder_enter(unit->recorder_index, RECORDER_FORWARD_GATHER);
-    if (unit_gather(unit) < 0 || unit_wait_gathered(unit) < 0)
+    if (unit_gather_and_wait(unit) < 0)
         return -1;
-    flight_recorder_leave(place);
     order_place_set_prefetched(&unit->place, false);
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward_prefetch");
-    int result = operations.prefetch(unit, USE_FORWARD);
-    profile_end(range);
-    return result;
+    return unit_prefetch(unit, USE_FORWARD);
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
@@ -100,11 +94,11 @@ static int cast_buffers(struct unit *unit) {
 static int root_pre_forward(struct unit *unit) {
     if (!unit->is_root)
         return 0;
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel._root_pre_forward");
+    struct trace trace = trace_begin(TRACED_ROOT_PRE_FORWARD, unit->recorder_index);
     int result = unit->full_precision_in_eval ? cast_buffers(unit) : 0;
     if (!result)
         result = runtime_root_pre_forward(unit->runtime);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 
@@ -179,37 +173,34 @@ static int ensure_lazy_init(struct unit *unit) {
     return -1;
 }
 
-/* One phase of a forward, as a range of the profiler. */
-static int profiled_pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
+static int traced_pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (root_pre_forward(unit) < 0)
         return -1;
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel._pre_forward");
+    struct trace trace = trace_begin(TRACED_PRE_FORWARD, unit->recorder_index);
     int result = pre_forward(unit, args, kwargs);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 
-static int profiled_post_forward(struct unit *unit, PyObject **output) {
-    PyObject *range = profile_begin("FullyShardedDataParallel._post_forward");
+static int traced_post_forward(struct unit *unit, PyObject **output) {
+    struct trace trace = trace_begin(TRACED_POST_FORWARD, unit->recorder_index);
     int result = post_forward(unit, output);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 
 static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     PyObject *output = NULL;
-    uint64_t place = flight_recorder_enter(unit->recorder_index, RECORDER_FORWARD);
     runtime_enter_forward(unit->runtime);
     Py_INCREF(args);
     Py_INCREF(kwargs);
-    if (profiled_pre_forward(unit, &args, &kwargs) == 0)
+    if (traced_pre_forward(unit, &args, &kwargs) == 0)
         output = PyObject_Call(wrapped, args, kwargs);
-    if (output && profiled_post_forward(unit, &output) < 0)
+    if (output && traced_post_forward(unit, &output) < 0)
         Py_CLEAR(output);
     if (!output)
         abandon_forward(unit);
     runtime_leave_forward(unit->runtime);
-    flight_recorder_leave(place);
     Py_DECREF(args);
     Py_DECREF(kwargs);
     return output;
@@ -244,8 +235,8 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
         return PyObject_Call(wrapped, args, kwargs);
     if (begin_forward(unit) < 0)
         return NULL;
-    PyObject *range = profile_begin("FullyShardedDataParallel.forward");
+    struct trace trace = trace_begin(TRACED_FORWARD, unit->recorder_index);
     PyObject *output = run_forward(unit, wrapped, args, kwargs);
-    profile_end(range);
+    trace_end(trace);
     return output;
 }

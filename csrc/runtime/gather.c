@@ -7,26 +7,29 @@
 
 /* A collective failed: its error says of which unit and phase and, where the flight recorder is on, where the other ranks are. Where it was
  * only being enqueued, that goes for the backend's own errors. Returns -1. */
-int unit_explain_failure(struct unit *unit, enum recorder_phase phase, bool enqueued) {
+int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued) {
     PyObject *type, *value, *traceback;
-    uint64_t place = flight_recorder_enter(unit->recorder_index, phase);
+    struct trace trace = trace_begin(part, unit->recorder_index);
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *done =
-        PyObject_CallFunction(callbacks.explain_failed_collective, "OiLOi", value, (int)phase,
+        PyObject_CallFunction(callbacks.explain_failed_collective, "OiLOi", value, (int)trace_phase(part),
                               (long long)unit->runtime->order.iteration, unit->handle_object, (int)enqueued);
     if (!done)
         PyErr_Clear();
     Py_XDECREF(done);
     PyErr_Restore(type, value, traceback);
-    flight_recorder_leave(place);
+    trace_end(trace);
     return -1;
 }
 
-static int explain_gather(struct unit *unit, bool enqueued) {
+static enum traced gather_of(const struct unit *unit) {
     enum training_state state = unit->handle->training_state;
-    bool in_backward = state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST;
-    return unit_explain_failure(unit, in_backward ? RECORDER_BACKWARD_GATHER : RECORDER_FORWARD_GATHER, enqueued);
+    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST ? TRACED_BACKWARD_GATHER : TRACED_FORWARD_GATHER;
+}
+
+static int explain_gather(struct unit *unit, bool enqueued) {
+    return unit_explain_failure(unit, gather_of(unit), enqueued);
 }
 
 /* ---- the parts of a gather ---- */
@@ -93,6 +96,13 @@ int unit_wait_gathered(struct unit *unit) {
     if (storage_unshard_wait(&unit->handle->storage) < 0)
         return explain_gather(unit, true);
     return schedule_wait_gathered(&unit->runtime->schedule, &unit->gather);
+}
+
+int unit_gather_and_wait(struct unit *unit) {
+    struct trace trace = trace_begin(gather_of(unit), unit->recorder_index);
+    int result = unit_gather(unit) < 0 ? -1 : unit_wait_gathered(unit);
+    trace_end(trace);
+    return result;
 }
 
 int unit_reshard(struct unit *unit, bool free_storage) {

@@ -83,9 +83,9 @@ static int convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs)
 }
 
 int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs) {
-    PyObject *range = unit->is_root ? profile_begin_inner("FullyShardedDataParallel._to_kwargs") : NULL;
+    struct trace trace = trace_begin(unit->is_root ? TRACED_TO_KWARGS : TRACED_NOTHING, unit->recorder_index);
     int result = convert_inputs(unit, args, kwargs);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 

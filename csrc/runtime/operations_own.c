@@ -16,7 +16,7 @@ const struct operations operations_own = {
     .gather = unit_enqueue_gather,
     .reshard = own_reshard,
     .post_backward_reshard = unit_post_backward_reshard,
-    .prefetch = unit_prefetch,
+    .prefetch = unit_prefetch_in_order,
     .register_pre_backward_hooks = own_register_pre_backward_hooks,
     .register_post_backward_hook = unit_register_post_backward_hook,
 };

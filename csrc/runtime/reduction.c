@@ -12,7 +12,7 @@ int runtime_pack(struct runtime *runtime, struct unit *unit) {
 int runtime_reduce(struct runtime *runtime, struct unit *unit) {
     runtime->reducing = unit;
     if (schedule_reduce(&runtime->schedule, &unit->handle->gradients) < 0)
-        return unit_explain_failure(unit, RECORDER_REDUCE, false);
+        return unit_explain_failure(unit, TRACED_REDUCTION, false);
     return 0;
 }
 
@@ -34,11 +34,11 @@ int runtime_finish_reduction(struct runtime *runtime) {
     runtime->reducing = NULL;
     if (!unit)
         return 0;
-    uint64_t place = flight_recorder_enter(unit->recorder_index, RECORDER_REDUCE);
+    struct trace trace = trace_begin(TRACED_REDUCTION, unit->recorder_index);
     int result = schedule_finish_reduction(&runtime->schedule, &unit->handle->gradients);
     if (result < 0)
-        unit_explain_failure(unit, RECORDER_REDUCE, true);
-    flight_recorder_leave(place);
+        unit_explain_failure(unit, TRACED_REDUCTION, true);
+    trace_end(trace);
     if (result < 0)
         return -1;
     return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;

@@ -27,7 +27,7 @@ static int reset(struct runtime *runtime) {
         if (unit_end_step(unit) < 0)
             return -1;
     }
-    flight_recorder_leave(0);
+    trace_abandon();
     order_forget_forwards(&runtime->order);
     runtime->callback_queued = false;
     return schedule_settle(&runtime->schedule);

@@ -17,7 +17,6 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/flight_recorder.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
 #include "runtime/unit.h"

@@ -1,6 +1,6 @@
 #include "runtime/schedule.h"
 
-#include "torch/profile.h"
+#include "runtime/trace.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
     schedule->unsharded =
@@ -122,9 +122,9 @@ static int wait_for_free(struct schedule *schedule) {
 int schedule_limit(struct schedule *schedule) {
     if (schedule->num_frees < LIMITER_DEPTH)
         return 0;
-    PyObject *range = profile_begin_inner("FullyShardedDataParallel.rate_limiter");
+    struct trace trace = trace_begin(TRACED_RATE_LIMITER, -1);
     int result = wait_for_free(schedule);
-    profile_end(range);
+    trace_end(trace);
     return result;
 }
 

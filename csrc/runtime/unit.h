@@ -11,9 +11,9 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
-#include "runtime/flight_recorder.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
+#include "runtime/trace.h"
 
 enum backward_prefetch { PREFETCH_NONE, PREFETCH_BACKWARD_PRE, PREFETCH_BACKWARD_POST }; /* torch's values */
 
@@ -113,19 +113,22 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
 /* gather.c. 0 or -1, where nothing else is said */
 int unit_gather(struct unit *unit);        /* enqueue the all-gather, after the limiter */
 int unit_wait_gathered(struct unit *unit); /* computation waits for it */
+int unit_gather_and_wait(struct unit *unit);
 int unit_reshard(struct unit *unit, bool free_storage);
 /* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
-int unit_explain_failure(struct unit *unit, enum recorder_phase phase, bool enqueued);
+int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
 /* ahead.c. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
 int unit_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already */
-int unit_prefetch(struct unit *unit, enum training_state state);          /* all of them */
+int unit_prefetch(struct unit *unit, enum training_state state);          /* what is to be gathered ahead now */
+int unit_prefetch_in_order(struct unit *unit,
+                           enum training_state state); /* as order.h says, unless outside code does */
 int unit_unshard(struct unit *unit); /* gather ahead, on the user's word; the module shows the whole parameters */
 int unit_wait_unsharded(struct unit *unit); /* computation may use them */
 int unit_begin_step_alone(
