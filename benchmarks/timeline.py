@@ -2,7 +2,7 @@
 
 python -m benchmarks.timeline                                 # 6.7 B parameters on 8 GPUs
 python -m benchmarks.timeline --model 0.4B 1.3B --machine ib512 ethernet64
-python -m benchmarks.timeline --impl fsdp_c --stalls 9 --picture step.png --trace step.json
+python -m benchmarks.timeline --impl fsdp_c --most 9 --picture step.png --trace step.json
 python -m benchmarks.timeline --machine my_machine.json --markdown table.md
 """
 
@@ -34,6 +34,7 @@ reductions, one unit per block, with fused AdamW; the fourth step is told.
 
   bound     max(the model's own computation + the first gather + the last reduction, all communication) + optimizer,
             with the shortest of each among the implementations: no schedule of these collectives is faster
+  between   what is allocated between steps, in MiB: gradients are cleared by zero_grad()
   exposed   the computing stream is idle while a collective runs
   host      it is idle because the host has not launched yet what could run
   at most   the step, were kernels on side streams to stop those that are bound by memory beside them
@@ -93,8 +94,10 @@ class Result:
     ends_ms: float  # the first gather and the last reduction
     allocated_MiB: float
     reserved_MiB: float
+    between_MiB: float  # steps, once gradients are cleared
     parameters: int
     stalls: list[tuple[float, str, str]] = field(default_factory=list)
+    at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
 
 
 # ---- machines
@@ -134,7 +137,7 @@ def set_machine(machine: dict[str, Any]) -> None:
 # ---- one row, in a process of its own
 
 
-def run_row(row: Row, stalls: int, trace: str | None, spans: str | None) -> Result:
+def run_row(row: Row, most: int, trace: str | None, spans: str | None) -> Result:
     """In a process of the simulated GPU."""
     import torch
     import torch._meta_registrations  # shapes of the operators that have them in Python alone
@@ -159,7 +162,7 @@ def run_row(row: Row, stalls: int, trace: str | None, spans: str | None) -> Resu
             torch.cuda.empty_cache()  # of what was there during the first step alone
         if number == 3:
             torch.cuda.reset_peak_memory_stats()
-        with timeline.step() as taken:
+        with timeline.step() as taken, timeline.memory() as memory:
             train(model, optimizer, tokens)
     if trace:
         taken.trace(trace)
@@ -167,7 +170,7 @@ def run_row(row: Row, stalls: int, trace: str | None, spans: str | None) -> Resu
         import pickle
 
         Path(spans).write_bytes(pickle.dumps(taken))
-    return result_of(row, taken, parameters, stalls)
+    return result_of(row, taken, memory, parameters, most)
 
 
 def train(model: Any, optimizer: Any, tokens: Any) -> None:
@@ -180,7 +183,16 @@ def train(model: Any, optimizer: Any, tokens: Any) -> None:
         optimizer.zero_grad()
 
 
-def result_of(row: Row, taken: Any, parameters: int, stalls: int) -> Result:
+def blocks_at_peak(memory: Any) -> list[tuple[int, int, str]]:
+    """By what they take in all."""
+    blocks = [
+        (block.nbytes, count, f"stream {block.stream}" + (", a pool" if block.in_pool else ""))
+        for block, count in memory.at_peak.items()
+    ]
+    return sorted(blocks, key=lambda each: -each[0] * each[1])
+
+
+def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> Result:
     import torch
 
     from tests.simulated_gpu import timeline
@@ -200,23 +212,26 @@ def result_of(row: Row, taken: Any, parameters: int, stalls: int) -> Result:
         ends / 1e3,
         torch.cuda.max_memory_allocated() / 2**20,
         torch.cuda.max_memory_reserved() / 2**20,
+        torch.cuda.memory_allocated() / 2**20,
         parameters,
-        taken.stalls()[:stalls],
+        taken.stalls()[:most],
+        blocks_at_peak(memory)[:most],
     )
 
 
-def in_a_process(row: Row, stalls: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
+def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str | None = None) -> Result:
     """The row's result, from a process that it starts."""
     from tests.simulated_gpu import timeline
 
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.timeline", "--row", json.dumps(vars(row))]
-    command += ["--stalls", str(stalls), "--row-trace", trace or "", "--row-spans", spans or ""]
+    command += ["--most", str(most), "--row-trace", trace or "", "--row-spans", spans or ""]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | timeline.environment())
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
         raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
     fields = json.loads(lines[-1])
-    return Result(**fields | {"row": row, "stalls": [tuple(stall) for stall in fields["stalls"]]})
+    lists = {name: [tuple(each) for each in fields[name]] for name in ("stalls", "at_peak")}
+    return Result(**fields | {"row": row} | lists)
 
 
 # ---- the table
@@ -239,8 +254,9 @@ def table(results: list[Result], alone: Result) -> str:
         f"**{row.model} on {row.machine}** ({machine['title']}), {row.strategy}, {row.batch} x {sequence} tokens per "
         f"GPU: bound {bound:.1f} ms, the model alone {alone.compute_ms:.1f}",
         "",
-        "| | step ms | / bound | allocated MiB | reserved MiB | compute | communication | exposed | host | at most |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| | step ms | / bound | allocated MiB | reserved MiB | between steps | compute | communication | exposed "
+        "| host | at most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
         prefetches = each.row.forward_prefetch and each.row.implementation != "torch.fsdp2"
@@ -248,14 +264,21 @@ def table(results: list[Result], alone: Result) -> str:
         times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
         lines.append(
             f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
-            f"{each.reserved_MiB:.0f} | " + " | ".join(f"{time:.1f}" for time in times) + " |"
+            f"{each.reserved_MiB:.0f} | {each.between_MiB:.0f} | " + " | ".join(f"{time:.1f}" for time in times) + " |"
         )
     return "\n".join(lines)
 
 
-def stalls_of(result: Result) -> str:
-    lines = [f"{us / 1e3:9.3f} ms  {what}, for {why}" for us, what, why in result.stalls]
-    return "\n".join([f"what the computing stream of {result.row.implementation} waited for:", *lines])
+def most_of(result: Result) -> str:
+    """The longest waits, and the most memory."""
+    name = result.row.implementation
+    waits = [f"{us / 1e3:9.3f} ms  {what}, for {why}" for us, what, why in result.stalls]
+    blocks = [
+        f"{nbytes * count / 2**20:9.1f} MiB  {count} x {nbytes / 2**20:.2f} of {whose}"
+        for nbytes, count, whose in result.at_peak
+    ]
+    waited, used = f"what the computing stream of {name} waited for:", f"what {name} has in use at its peak:"
+    return "\n".join([waited, *waits, "", used, *blocks])
 
 
 def draw(paths: dict[str, str], path: str) -> None:
@@ -280,7 +303,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=1, help="samples per GPU")
     parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
     parser.add_argument("--free-host", action="store_true", help="the host costs nothing")
-    parser.add_argument("--stalls", type=int, default=0, metavar="N", help="say the N longest waits of the computation")
+    parser.add_argument("--most", type=int, default=0, metavar="N", help="say the N longest waits, and most memory")
     parser.add_argument("--picture", metavar="PNG", help="the streams of the last table's steps; needs matplotlib")
     parser.add_argument("--trace", metavar="JSON", help="for ui.perfetto.dev: the last step of the last --impl")
     parser.add_argument("--markdown", metavar="FILE", help="write the tables there as well")
@@ -293,7 +316,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     if given.row:
-        result = run_row(Row(**json.loads(given.row)), given.stalls, given.row_trace, given.row_spans)
+        result = run_row(Row(**json.loads(given.row)), given.most, given.row_trace, given.row_spans)
         print(json.dumps(vars(result) | {"row": None}), flush=True)
         os._exit(0)  # threads of autograd may still be there
     written = []
@@ -306,11 +329,11 @@ def main() -> None:
             ]
             spans = [f"{folder}/{row.implementation}" if given.picture else None for row in rows]
             traces = [given.trace if row is rows[-1] else None for row in rows]
-            alone, *results = pool.map(in_a_process, rows, [given.stalls] * len(rows), traces, spans)
+            alone, *results = pool.map(in_a_process, rows, [given.most] * len(rows), traces, spans)
             written.append(table(results, alone))
             print(written[-1] + "\n", flush=True)
-            for result in results if given.stalls else []:
-                print(stalls_of(result) + "\n", flush=True)
+            for result in results if given.most else []:
+                print(most_of(result) + "\n", flush=True)
             if given.picture:
                 draw(
                     {row.implementation: str(path) for row, path in zip(rows[1:], spans[1:], strict=True)},

@@ -53,11 +53,73 @@ static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
     return result;
 }
 
+/* ---- given back with the last view ---- */
+
+enum { NOBODY = -1 }; /* in the place of a parameter */
+
+/* Does the parameter show its part of the flat gradient, and not what the user has put there? New reference to it, or NULL: an
+ * exception may be set. */
+static PyObject *shown_part(const struct gradients *gradients, const struct tensor_view *flat, int64_t index) {
+    int64_t offset = gradients_offset(gradients, index);
+    PyObject *grad = offset < 0 ? NULL : torch_get_grad(PyList_GetItem(gradients->param->params, index));
+    struct tensor_view part;
+    bool is_part = grad && grad != Py_None && tensor_view_of(grad, &part) == 0 &&
+                   (const char *)part.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype);
+    if (!is_part)
+        Py_CLEAR(grad);
+    return grad;
+}
+
+/* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in order. */
+static int watch_last_part(struct gradients *gradients, const struct tensor_view *flat, int64_t gone) {
+    PyObject *part = NULL;
+    int64_t i = gradients->param->num_params;
+    while (!part && --i >= 0 && !PyErr_Occurred())
+        part = i == gone ? NULL : shown_part(gradients, flat, i);
+    gradients->shown_param = i;
+    ref_set(&gradients->shown, part ? PyWeakref_NewRef(part, gradients->shown_end) : NULL);
+    Py_XDECREF(part);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int watch_shown(struct gradients *gradients, int64_t gone) {
+    PyObject *flat_grad = torch_get_grad(gradients->param->tensor);
+    struct tensor_view flat;
+    int result = flat_grad ? 0 : -1;
+    if (flat_grad && flat_grad != Py_None)
+        result = tensor_view_of(flat_grad, &flat) < 0 ? -1 : watch_last_part(gradients, &flat, gone);
+    Py_XDECREF(flat_grad);
+    return result;
+}
+
+/* The parameter may not be asked for what it has shown: this is called amid its end. */
+static PyObject *end_of_part(PyObject *capsule, PyObject *reference) {
+    struct gradients *gradients = PyCapsule_GetPointer(capsule, NULL);
+    (void)reference;
+    Py_CLEAR(gradients->shown);
+    int result = watch_shown(gradients, gradients->shown_param);
+    if (!result && !gradients->shown)
+        result = gradients_drop_shown(gradients);
+    return result < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+static PyMethodDef end_of_part_def = {"end_of_part", end_of_part, METH_O, NULL};
+
+int gradients_init_shown(struct gradients *gradients) {
+    PyObject *capsule = gradients->shown_end ? NULL : PyCapsule_New(gradients, NULL, NULL);
+    if (capsule)
+        gradients->shown_end = PyCFunction_New(&end_of_part_def, capsule);
+    Py_XDECREF(capsule);
+    return gradients->shown_end ? 0 : -1;
+}
+
 static int show_grads(struct gradients *gradients, PyObject *grad) {
     if (!gradients->param->use_orig_params)
         return 0;
-    return gradients->param->sharded && gradients->kind == GRAD_SHARDED ? show_sharded_grads(gradients, grad)
-                                                                        : show_unsharded_grads(gradients, grad);
+    Py_CLEAR(gradients->shown); /* nothing goes with the views of before */
+    int result = gradients->param->sharded && gradients->kind == GRAD_SHARDED ? show_sharded_grads(gradients, grad)
+                                                                              : show_unsharded_grads(gradients, grad);
+    return result < 0 || gradients->kind != GRAD_SHARDED ? result : watch_shown(gradients, NOBODY);
 }
 
 /* The gradient of this backward where the shard lies; new reference. What was never reduced is copied while the host waits. */
@@ -128,6 +190,7 @@ int gradients_hand_over(struct gradients *gradients) {
 }
 
 int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
+    Py_CLEAR(gradients->shown);
     if (grad != Py_None)
         return show_unsharded_grads(gradients, grad);
     for (int64_t i = 0; i < gradients->param->num_params; i++)
@@ -174,6 +237,7 @@ static void forget(struct gradients *gradients) {
 }
 
 static int take_flat_grad(struct gradients *gradients) {
+    Py_CLEAR(gradients->shown);
     PyObject *grad = torch_get_grad(gradients->param->tensor);
     if (!grad)
         return -1;
@@ -213,6 +277,7 @@ int gradients_prepare(struct gradients *gradients) {
 }
 
 int gradients_drop_shown(struct gradients *gradients) {
+    Py_CLEAR(gradients->shown);
     forget(gradients);
     if (gradients->kind == GRAD_NONE)
         return 0;

@@ -23,6 +23,8 @@ void gradients_init(struct gradients *gradients, const struct handle_spec *spec)
 
 void gradients_fini(struct gradients *gradients) {
     gradients_drop(gradients);
+    Py_CLEAR(gradients->shown);
+    Py_CLEAR(gradients->shown_end);
     Py_CLEAR(gradients->unsharded);
     Py_CLEAR(gradients->shard_sizes);
     Py_CLEAR(gradients->hooks_seen);
@@ -101,7 +103,7 @@ static int allow_low_precision_grads(struct gradients *gradients) {
 }
 
 int gradients_lazy_init(struct gradients *gradients) {
-    if (init_sources(gradients) < 0 || init_shard_pieces(gradients) < 0)
+    if (init_sources(gradients) < 0 || init_shard_pieces(gradients) < 0 || gradients_init_shown(gradients) < 0)
         return -1;
     return allow_low_precision_grads(gradients);
 }

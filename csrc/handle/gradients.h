@@ -5,7 +5,8 @@
  *   under no_sync:       pending (+ sum) --> unsharded --> .grad
  *
  * Invariants: `kind` says what the flat parameter's `.grad` holds between backwards; amid a backward it is never GRAD_SHARDED, as that
- * is set aside in saved_shard. While a reduction is in flight (`work`), its output is alive. */
+ * is set aside in saved_shard. While a reduction is in flight (`work`), its output is alive. While `shown` is there, `kind`
+ * is GRAD_SHARDED, and the flat parameter's `.grad` goes with the last view of it that a parameter shows. */
 #ifndef FSDP_HANDLE_GRADIENTS_H
 #define FSDP_HANDLE_GRADIENTS_H
 
@@ -41,6 +42,9 @@ struct gradients {
     bool hooked;          /* hooks of the flat parameter have made an unsharded gradient of what was received */
     bool unreduced;       /* what no_sync left has not been reduced yet */
     bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
+    PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
+    int64_t shown_param;  /* of which parameter */
+    PyObject *shown_end;  /* owned; what it calls once that is gone */
 
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
@@ -109,6 +113,7 @@ int gradients_call_param_hooks(struct gradients *gradients);
 
 /* ---- shown as .grad: grad.c ---- */
 
+int gradients_init_shown(struct gradients *gradients); /* of lazy init. 0 or -1 */
 int gradients_prepare(
     struct gradients *gradients); /* first pre-backward: move a sharded .grad aside, to accumulate onto */
 int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */

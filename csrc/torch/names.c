@@ -19,6 +19,39 @@ static int find(PyObject *module, const char *name, PyObject **field) {
     return *field ? 0 : -1;
 }
 
+/* What is used most often of a Parameter, past the search for it, which takes longer than its use. */
+struct attribute {
+    PyObject *descriptor; /* owned for ever */
+    descrgetfunc get;     /* its type's; or NULL, as `set` */
+    descrsetfunc set;
+};
+
+static struct attribute of_grad, of_requires_grad;
+
+static int find_attribute(const char *name, struct attribute *attribute) {
+    if (find(torch_names.parameter_type, name, &attribute->descriptor) < 0)
+        return -1;
+    attribute->get = (descrgetfunc)PyType_GetSlot(Py_TYPE(attribute->descriptor), Py_tp_descr_get);
+    attribute->set = (descrsetfunc)PyType_GetSlot(Py_TYPE(attribute->descriptor), Py_tp_descr_set);
+    return 0;
+}
+
+static bool is_parameter(PyObject *tensor) {
+    return (PyObject *)Py_TYPE(tensor) == torch_names.parameter_type;
+}
+
+static PyObject *read_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name) {
+    if (is_parameter(tensor) && attribute->get)
+        return attribute->get(attribute->descriptor, tensor, torch_names.parameter_type);
+    return PyObject_GetAttr(tensor, name);
+}
+
+static int write_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name, PyObject *value) {
+    if (is_parameter(tensor) && attribute->set)
+        return attribute->set(attribute->descriptor, tensor, value);
+    return PyObject_SetAttr(tensor, name, value);
+}
+
 static int find_queue_callback(void) {
     PyObject *variable = NULL, *engine = NULL;
     PyObject *module = PyImport_ImportModule("torch.autograd.variable");
@@ -47,6 +80,8 @@ int torch_names_init(void) {
     if (!torch || !nn || intern_attributes() < 0)
         goto done;
     if (find(torch, "Tensor", &torch_names.tensor_type) < 0 || find(nn, "Parameter", &torch_names.parameter_type) < 0)
+        goto done;
+    if (find_attribute("grad", &of_grad) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0)
         goto done;
     if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0)
         goto done;
@@ -93,7 +128,7 @@ int torch_set_data(PyObject *tensor, PyObject *data) {
 }
 
 int torch_set_grad(PyObject *tensor, PyObject *grad) {
-    return PyObject_SetAttr(tensor, torch_names.grad, grad);
+    return write_attribute(tensor, &of_grad, torch_names.grad, grad);
 }
 
 /* Left with the data of a gradient the tensor would look as if the user had edited it: so one failure is not the end. The
@@ -120,7 +155,7 @@ int torch_set_foreign_grad(PyObject *tensor, PyObject *grad) {
 }
 
 PyObject *torch_get_grad(PyObject *tensor) {
-    return PyObject_GetAttr(tensor, torch_names.grad);
+    return read_attribute(tensor, &of_grad, torch_names.grad);
 }
 
 PyObject *torch_data(PyObject *tensor) {
@@ -128,7 +163,7 @@ PyObject *torch_data(PyObject *tensor) {
 }
 
 int torch_requires_grad(PyObject *tensor) {
-    PyObject *value = PyObject_GetAttr(tensor, torch_names.requires_grad);
+    PyObject *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
     if (!value)
         return -1;
     int result = value == Py_True;

@@ -127,6 +127,47 @@ def test_parameters_are_flat_shards_and_empty_outside_of_it(  # C-034, H-010, B-
     assert True in seen
 
 
+@pytest.mark.parametrize("strategy", SHARDED)
+@on_ranks(2)
+def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
+    rank: int, world_size: int, strategy: str
+) -> None:
+    model = build("fsdp_c", strategy)
+    flat_param = model._flat_param
+
+    def shown() -> list[nn.Parameter]:
+        return [param for param in flat_param._params if param.grad is not None]
+
+    for order in (1, -1):
+        backward(model, 0, rank)
+        for param in shown()[::order]:
+            assert flat_param.grad is not None
+            param.grad = None
+        assert flat_param.grad is None and model._handle.sharded_grad is None
+    backward(model, 0, rank)
+    for param in shown():  # all replaced by the user's own: these are what the next backward adds to
+        assert flat_param.grad is not None
+        param.grad = param.grad.clone().fill_(3.0)
+    assert flat_param.grad is None
+    backward(model, 0, rank)
+    twice = flat_param.grad.clone()
+    for param in shown():
+        param.grad = None
+    backward(model, 0, rank)
+    covered = flat_param.grad != 0
+    assert torch.equal(twice[covered], flat_param.grad[covered] + 3.0)
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_held_elsewhere_stays(rank: int, world_size: int) -> None:
+    model = build("fsdp_c", "FULL_SHARD")
+    backward(model, 0, rank)
+    held = [(param.grad, param.grad.clone()) for param in model.parameters() if param.grad is not None]
+    model.zero_grad()
+    backward(model, 1, rank)
+    assert held and all(torch.equal(grad, copy) for grad, copy in held)
+
+
 @on_ranks(2)
 def test_parameters_outside_the_shard_share_no_gradient(rank: int, world_size: int) -> None:  # H-010, C-034
     model = build("fsdp_c")

@@ -7,7 +7,7 @@ with SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1: ``environment()``. All 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -239,6 +239,62 @@ def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until:
     figure.tight_layout()
     figure.savefig(path, dpi=80)
     pyplot.close(figure)
+
+
+# ---- memory
+
+
+@dataclass(frozen=True)
+class Block:
+    """Memory in use."""
+
+    nbytes: int
+    stream: int  # to which it belongs; 0: the default stream
+    in_pool: bool
+
+
+@dataclass
+class Memory:
+    """What was in use on the device, from one moment to another."""
+
+    changes: list[tuple[int, Block, bool]] = field(default_factory=list)  # the address, and whether it is taken
+
+    @property
+    def in_use(self) -> Counter[Block]:
+        """At the end."""
+        return Counter(self._follow()[0])
+
+    @property
+    def at_peak(self) -> Counter[Block]:
+        return Counter(self._follow()[1])
+
+    def _follow(self) -> tuple[list[Block], list[Block]]:
+        used: dict[int, Block] = {}
+        nbytes = peak = 0
+        at_peak: list[Block] = []
+        for address, block, is_taken in self.changes:
+            nbytes += block.nbytes if is_taken else -block.nbytes
+            if is_taken:
+                used[address] = block
+            else:
+                del used[address]
+            if nbytes > peak:
+                peak, at_peak = nbytes, list(used.values())
+        return list(used.values()), at_peak
+
+
+def nbytes_of(blocks: Counter[Block]) -> int:
+    return sum(block.nbytes * count for block, count in blocks.items())
+
+
+@contextmanager
+def memory() -> Iterator[Memory]:
+    """Yields a Memory, which is filled at the end."""
+    native().log_memory()
+    taken = Memory()
+    yield taken
+    for address, nbytes, stream, in_pool in native().take_memory_log():
+        taken.changes.append((address, Block(abs(nbytes), stream, in_pool), nbytes > 0))
 
 
 @contextmanager

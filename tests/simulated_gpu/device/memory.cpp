@@ -55,6 +55,8 @@ static std::map<uint64_t, int> kept_pools; /* by their second number: how often 
 static std::vector<waiting_block> &waiting = *new std::vector<waiting_block>;
 static memory_stats stats[MOST_DEVICES];
 static double fractions[MOST_DEVICES] = {1, 1, 1, 1, 1, 1, 1, 1};
+static std::vector<memory_change> &changes = *new std::vector<memory_change>;
+static bool is_logging;
 static thread_local std::vector<pool_id> pools_of_thread[MOST_DEVICES];
 
 static size_t rounded(size_t nbytes, size_t unit) {
@@ -102,6 +104,31 @@ static void poison_behind(stream *owner, uintptr_t at, size_t nbytes) {
 
 static bool can_join(const block &one, const block &other) {
     return one.segment == other.segment && !one.used && !other.used && !one.waiting && !other.waiting;
+}
+
+static void note_change(const block &changed, bool is_given_back) {
+    if (is_logging) {
+        int64_t nbytes = (int64_t)changed.nbytes;
+        changes.push_back(
+            {changed.at, is_given_back ? -nbytes : nbytes, (int)changed.owner->id, changed.pool.second != 0});
+    }
+}
+
+void log_memory() {
+    holding lock(device_lock);
+    is_logging = true;
+    changes.clear();
+    for (const auto &[at, each] : blocks) {
+        if (each.used) {
+            note_change(each, false);
+        }
+    }
+}
+
+std::vector<memory_change> take_memory_log() {
+    holding lock(device_lock);
+    is_logging = false;
+    return std::move(changes);
 }
 
 /* To the free ones, where it joins its neighbours. */
@@ -258,6 +285,7 @@ void *device_alloc(size_t requested, int device, stream *on) {
     given.used = true;
     given.requested = requested;
     given.users.clear();
+    note_change(given, false);
     of_device.num_allocs++;
     add(of_device.allocated, of_device.allocated_peak, given.nbytes);
     add(of_device.active, of_device.active_peak, given.nbytes);
@@ -289,6 +317,7 @@ void device_free(void *given) {
     memory_stats &of_device = stats[freed.owner->device];
     of_device.allocated -= (int64_t)freed.nbytes;
     of_device.requested -= (int64_t)freed.requested;
+    note_change(freed, true);
     bool is_through = users_are_through(freed);
     freed.used = false;
     freed.users.erase(freed.owner);

@@ -22,6 +22,13 @@ struct pool_id {
     bool operator==(const pool_id &) const = default;
 };
 
+struct memory_change {
+    uintptr_t at;
+    int64_t nbytes; /* negative: it is given back */
+    int stream;     /* to which it belongs; 0: the default stream */
+    bool in_pool;   /* that somebody has begun */
+};
+
 DEVICE_API void *device_alloc(size_t nbytes, int device, stream *on); /* nullptr: out of memory */
 DEVICE_API void device_free(void *memory);
 DEVICE_API void record_stream(void *memory, stream *user);
@@ -29,6 +36,8 @@ DEVICE_API int device_of_memory(const void *memory); /* -1: of none */
 DEVICE_API void empty_cache();
 DEVICE_API memory_stats stats_of(int device);
 DEVICE_API void reset_peaks(int device);
+DEVICE_API void log_memory(); /* from now on: what is in use, and then each change of that */
+DEVICE_API std::vector<memory_change> take_memory_log();
 DEVICE_API size_t total_memory();
 DEVICE_API void set_fraction(double fraction, int device); /* of it that may be reserved */
 

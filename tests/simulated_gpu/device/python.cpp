@@ -176,6 +176,14 @@ static void bind_memory(py::module_ &module) {
     module.def("memoryStats", &stats_dict);
     module.def("resetPeakMemoryStats", &reset_peaks);
     module.def("resetAccumulatedMemoryStats", [](int) {});
+    module.def("log_memory", &log_memory);
+    module.def("take_memory_log", [] {
+        py::list all;
+        for (const memory_change &each : take_memory_log()) {
+            all.append(py::make_tuple(each.at, each.nbytes, each.stream, each.in_pool));
+        }
+        return all;
+    });
     module.def("emptyCache", [](const py::args &) { empty_cache(); });
     module.def("setMemoryFraction", &set_fraction);
     module.def("beginAllocateToPool", [](int device, id_pair id) { begin_pool(device, {id.first, id.second}); });

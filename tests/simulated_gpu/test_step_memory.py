@@ -1,0 +1,83 @@
+"""What a training step holds by the rules of torch's allocator: fsdp_c, beside torch's FSDP1 and FSDP2."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.timeline import Row, in_a_process
+from tests.simulated_gpu import timeline
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_between_steps_no_more_is_allocated_than_by_torch() -> None:
+    between = {
+        name: in_a_process(Row(name, "0.4B", "nvlink8")).between_MiB
+        for name in ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
+    }
+    assert between["fsdp_c"] <= min(between["torch.fsdp1"], between["torch.fsdp2"])
+
+
+PARTS = """
+import torch, torch._meta_registrations, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.simulated_gpu.timeline import Block, memory, nbytes_of
+
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=8)
+with torch.device("cuda"):
+    net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4)))
+mixed = MixedPrecision(torch.bfloat16, torch.float32)
+def wrap(module):
+    return FSDP(module, device_id=0, use_orig_params=True, mixed_precision=mixed)
+model = wrap(nn.Sequential(*map(wrap, net)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = torch.empty(16, 1024, device="cuda")
+def forward_backward():
+    model(batch).sum().backward()
+def gathered(blocks):
+    return [block for block in blocks if block.in_pool]
+for _ in range(2):
+    forward_backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sharded = sum(unit.sharded_nbytes for unit in __import__("fsdp_c").summary(model).units)
+start = torch.cuda.memory_allocated()
+"""
+
+
+def run(program: str) -> None:
+    code = PARTS + program + "\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
+    environment = os.environ | timeline.environment()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_gradients_go_with_zero_grad_and_nothing_gathered_outlives_the_backward() -> None:
+    run("""
+with memory() as taken:
+    forward_backward()
+assert gathered(taken.at_peak) and not gathered(taken.in_use)
+assert torch.cuda.memory_allocated() == start + sharded
+optimizer.step()
+assert torch.cuda.memory_allocated() == start + sharded
+optimizer.zero_grad()
+assert torch.cuda.memory_allocated() == start
+""")
+
+
+def test_one_gradient_that_is_left_keeps_its_unit_s_memory_in_whatever_order_they_are_cleared() -> None:
+    run("""
+for order in (1, -1):
+    forward_backward()
+    params = [param for param in model.parameters() if param.grad is not None][::order]
+    for param in params[:-1]:
+        param.grad = None
+    assert torch.cuda.memory_allocated() - start == sharded // 4
+    params[-1].grad = None
+    assert torch.cuda.memory_allocated() == start
+""")
