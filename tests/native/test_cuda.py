@@ -81,6 +81,8 @@ def test_nvcc_compiles_the_kernels_without_a_warning(tmp_path: Path) -> None:
     done = call(sys.executable, "setup.py", "-q", "build_cuda", *folders, **settings)
     if "nvcc is not found" in done.stderr:
         pytest.skip("nvcc is not here")
+    if "their major versions must be the same" in done.stderr:
+        pytest.skip("nvcc and the installed torch are of different CUDA versions")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert b"libcudart.so" not in (tmp_path / "_cuda.so").read_bytes()
     code = "import ctypes, sys; why = ctypes.c_char_p(); kernels = ctypes.CDLL(sys.argv[1]).fsdp_c_cuda_kernels"

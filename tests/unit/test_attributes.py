@@ -78,7 +78,7 @@ def has(owner: Any, name: str) -> bool:
     """Some of a tensor's attributes raise other errors, on both sides."""
     try:
         return hasattr(owner, name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return True
 
 
