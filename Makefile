@@ -17,6 +17,8 @@ RANKS ?= 2
 DEMO_OUT ?= runs/demo
 DEMO_FLAGS ?=
 VERSIONS ?= 2.10.0 2.15.0@3.12
+PYTHONS ?=
+VERSIONS_FLAGS ?= --discard
 ENVIRONMENTS ?= build/versions
 ASAN := build/asan
 ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py tests/faults/test_allocations.py \
@@ -36,7 +38,7 @@ help:
 	@echo 'make test-simulated-gpu  tests on a simulated GPU: those of test-cuda, and those on ranks and of parity with device "cuda"'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA, perhaps that of CUDA_PYTHON=python3)'
 	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
-	@echo 'make test-versions all tests but the clients'\'' on other torch and Python (VERSIONS="$(VERSIONS)"): 5 to 7 GB each'
+	@echo 'make test-versions the suite on other torch and Python (VERSIONS="$(VERSIONS)" PYTHONS="3.10 3.13"): 5 to 7 GB each'
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
 	@echo 'make wheel         sdist and wheels, tried without a compiler, in dist (make test-wheel: the wheel for the CPU alone)'
 	@echo 'make build         compile the extension in place'
@@ -128,9 +130,11 @@ test-simulated-gpu: build $(VENV)/.dev
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients
 
-# One environment per version, fetched from PyPI, which stays in ENVIRONMENTS with the results.
+# The last commit, in one environment per version, fetched from PyPI into ENVIRONMENTS and removed after its tests. Call it again
+# after an interruption. VERSIONS_FLAGS="--again" runs what failed of an earlier commit; without --discard environments stay.
 test-versions: build
-	$(BIN)/python -m tests.versions --folder $(ENVIRONMENTS) $(VERSIONS)
+	$(BIN)/python -m tests.versions --folder $(ENVIRONMENTS) --out benchmarks/results/versions_$$(date +%F).md \
+	    $(VERSIONS_FLAGS) $(VERSIONS) --pythons $(PYTHONS)
 
 # In a copy of its own, so that what was built in place stays. The runtimes of the sanitizers come before Python's; libstdc++ with
 # them, or exceptions of C++ end the process. nvcc does not bear them, and what memory a command takes is not what they make of it.

@@ -1,10 +1,14 @@
 """The suite on other versions of torch and Python: ``python -m tests.versions 2.10.0 2.15.0@3.12``.
 
-A version is one of torch, with one of Python after "@" or else this one's. Each gets an environment of its own, made
-with ``pip install torch==VERSION`` and kept for the next time: 5 to 7 GB, as PyPI's builds are for CUDA. What is tested
-is the working tree, with the one extension that is built in it. Tests that fail are run once more, each alone.
+A version is one of torch, with one of Python after "@", or each of ``--pythons``, or else this one. Each gets an
+environment of its own, made with ``pip install torch==VERSION``: 5 to 7 GB where PyPI's build is for CUDA.
 
-At the end, and with ``--report`` alone, one table shows all that the folder of environments has results of.
+What is tested is the last commit, in a checkout of its own with one extension for all versions, so that one may go on
+editing meanwhile. The suite runs in parts, and what a part came to is kept. A call that is interrupted or repeated goes
+on with the parts that have no result of this commit; with ``--again`` those that have one of an earlier commit run only
+what failed then. Tests that fail are run once more, each alone.
+
+At the end, and with ``--report`` alone, one table shows all that the folder has results of.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,27 +24,98 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ("requirements/base.txt", "requirements/dev.txt")
-SUITE = ("tests", "--ignore", "tests/clients")
+PARTS = {
+    "unit": ("tests/unit", "tests/test_architecture.py"),
+    "native": ("tests/native",),
+    "ranks": ("tests/distributed",),
+    "parity": ("tests/parity",),
+    "faults": ("tests/faults",),
+}
+LEFT_OUT = {
+    "tests/clients": "the libraries of requirements/clients.txt want versions of torch of their own",
+    "tests/cuda": "needs a GPU, or the simulated one, which takes torch's build for the CPU",
+    "tests/races": "needs the simulated GPU",
+    "tests/simulated_gpu": "is about the simulated GPU",
+}
+TEST_TIMEOUT_S = 1800
 
 
 @dataclass
 class Result:
-    """What the suite came to under one version of torch and Python; failures and skips with the reason's first line."""
+    """What a part of the suite came to under one version; failures and skips with the reason's first line."""
 
-    torch: str
-    python: str
+    commit: str
     day: str
-    minutes: int
+    seconds: float
     passed: int
     failed: dict[str, str]
     failed_once: list[str]  # and passed alone
     skipped: dict[str, str]
+    mended: dict[str, str] = field(default_factory=dict)  # failed at ``commit``, and passed at this one
+
+
+@dataclass
+class Version:
+    """One version of torch and Python: where its environment and its results are, and what it is called in full."""
+
+    spec: str
+    folder: Path
+
+    @property
+    def home(self) -> Path:
+        return self.folder / self.spec.replace("/", "_")
+
+    @property
+    def python(self) -> Path:
+        return self.home / "bin/python"
+
+    @property
+    def results(self) -> Path:
+        return self.folder / (self.home.name + ".results")
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The result of that part, or its "names"; empty where none is kept."""
+        file = self.results / f"{name}.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    def write(self, name: str, content: dict[str, Any]) -> None:
+        """Keep it, whole or not at all."""
+        self.results.mkdir(parents=True, exist_ok=True)
+        unfinished = self.results / f"{name}.unfinished"
+        unfinished.write_text(json.dumps(content, indent=2))
+        unfinished.replace(self.results / f"{name}.json")
+
+
+# ---- what is tested
+
+
+def git(*arguments: str, folder: Path | None = None) -> str:
+    """What git prints, of this repository or of that in ``folder``. CalledProcessError where there is none."""
+    command = ["git", "-C", folder or ROOT, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def checkout(folder: Path) -> tuple[Path, str]:
+    """A checkout of the last commit with its extension built, and the commit. Later calls compile what has changed."""
+    tree, commit = folder / "tree", git("rev-parse", "HEAD")
+    if not tree.exists():
+        git("clone", "-q", "--shared", "--no-checkout", str(ROOT), str(tree))
+    git("checkout", "-q", "--force", "--detach", commit, folder=tree)
+    git("clean", "-fdq", folder=tree)
+    if git("status", "--porcelain"):
+        print("what is not committed is not tested", file=sys.stderr)
+    subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=tree, check=True)
+    return tree, git("rev-parse", "--short", commit)
+
+
+# ---- the environment
 
 
 def interpreter(version: str) -> str:
@@ -53,46 +129,42 @@ def interpreter(version: str) -> str:
     raise SystemExit(f"no Python {version} found: put python{version} on the path, or write its path after the @")
 
 
-def place(spec: str, folder: Path, suffix: str = "") -> Path:
-    """Where the environment for ``spec`` stands, and, with a suffix, a file about it."""
-    return folder / (spec.replace("/", "_") + suffix)
-
-
 def requirements() -> list[str]:
     """What the tests need beside torch."""
     lines = [line for name in REQUIREMENTS for line in (ROOT / name).read_text().splitlines()]
     return [line for line in lines if line and not line.startswith(("#", "-r", "torch=="))]
 
 
-def environment(spec: str, folder: Path) -> Path:
-    """The Python of the environment for ``spec``, which is made where it does not stand yet."""
-    torch_version, _, python_version = spec.partition("@")
-    home = place(spec, folder)
-    python = home / "bin/python"
-    if not python.exists():
+def make_environment(version: Version, tree: Path) -> None:
+    """Make what does not stand yet, with ``tree`` on its path. CalledProcessError if there is no such torch."""
+    torch_version, _, python_version = version.spec.partition("@")
+    if not version.python.exists():
         maker = interpreter(python_version) if python_version else sys.executable
-        subprocess.run([maker, "-m", "venv", str(home)], check=True)
-    install = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-q", f"torch=={torch_version}"]
+        subprocess.run([maker, "-m", "venv", str(version.home)], check=True)
+    install = [version.python, "-m", "pip", "install", "--disable-pip-version-check", "-q", f"torch=={torch_version}"]
     subprocess.run([*install, *requirements()], check=True)
-    for packages in home.glob("lib/python*/site-packages"):
-        (packages / "fsdp_c_working_tree.pth").write_text(f"{ROOT}\n")
-    return python
+    for packages in version.home.glob("lib/python*/site-packages"):
+        (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
+    ask = "import platform, torch; print(torch.__version__, platform.python_version())"
+    answer = subprocess.run([version.python, "-c", ask], check=True, capture_output=True, text=True).stdout.split()
+    version.write("names", dict(zip(("torch", "python"), answer, strict=True)))
 
 
-def pytest(python: Path, arguments: Iterable[str], report: Path) -> int:
-    """Run pytest under ``python``, with its report in ``report``; its exit status."""
+# ---- the tests
+
+
+def pytest(python: Path, arguments: Iterable[str], tree: Path, report: Path) -> int:
+    """Run pytest under ``python``, with its report in ``report`` unless it dies; its exit status."""
     variables = {"OMP_NUM_THREADS": "1"} | os.environ
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+    options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={report}"]
     report.unlink(missing_ok=True)
-    status = subprocess.run(command, cwd=ROOT, env=variables, check=False).returncode
-    if not report.exists():
-        raise SystemExit(f"{python}: pytest ended without a report")
-    return status
+    return subprocess.run([python, "-m", "pytest", *options, *arguments], cwd=tree, env=variables).returncode
 
 
 def test_name(case: ElementTree.Element) -> str:
-    """The name by which pytest runs a test again: modules in folders, no classes."""
-    return f"{case.attrib['classname'].replace('.', '/')}.py::{case.attrib['name']}"
+    """The name by which pytest runs a test again: modules in folders, no classes. Modules that fail are named alone."""
+    module, name = case.attrib["classname"], case.attrib["name"]
+    return f"{module.replace('.', '/')}.py::{name}" if module else f"{name.replace('.', '/')}.py"
 
 
 def outcomes(report: Path, *tags: str) -> Iterator[tuple[str, str]]:
@@ -103,60 +175,180 @@ def outcomes(report: Path, *tags: str) -> Iterator[tuple[str, str]]:
                 yield test_name(case), (outcome.get("message") or "").partition("\n")[0]
 
 
-def run_suite(spec: str, folder: Path) -> Result:
-    """Run the suite, and what fails of it once more, under the environment for ``spec``."""
-    python = environment(spec, folder)
-    ask = "import platform, torch; print(torch.__version__, platform.python_version())"
-    versions = subprocess.run([str(python), "-c", ask], check=True, capture_output=True, text=True).stdout.split()
-    print(f"torch {versions[0]}, Python {versions[1]}", flush=True)
+def run_part(version: Version, part: str, tree: Path, commit: str) -> Result:
+    """Run a part of the suite, and what fails of it once more."""
     began = time.monotonic()
-    report, again = place(spec, folder, ".xml"), place(spec, folder, ".again.xml")
-    pytest(python, SUITE, report)
-    minutes = round((time.monotonic() - began) / 60)
+    version.results.mkdir(parents=True, exist_ok=True)
+    report, alone = version.results / f"{part}.xml", version.results / f"{part}.alone.xml"
+    status = pytest(version.python, PARTS[part], tree, report)
+    seconds = round(time.monotonic() - began)
+    if not report.exists():
+        died = {part: f"pytest ended with status {status} and no report"}
+        return Result(commit, date.today().isoformat(), seconds, 0, died, [], {})
     first = dict(outcomes(report, "failure", "error"))
-    failed = {name: reason for name, reason in first.items() if pytest(python, [name], again) != 0}
-    total = sum(1 for _ in ElementTree.parse(report).iter("testcase"))
+    failed = {name: why for name, why in first.items() if pytest(version.python, [name], tree, alone) != 0}
     skipped = dict(outcomes(report, "skipped"))
-    passed = total - len(failed) - len(skipped)
+    tests = {test_name(case) for case in ElementTree.parse(report).iter("testcase")}
     failed_once = [name for name in first if name not in failed]
-    return Result(*versions, date.today().isoformat(), minutes, passed, failed, failed_once, skipped)
+    passed = len(tests) - len(failed) - len(skipped)
+    return Result(commit, date.today().isoformat(), seconds, passed, failed, failed_once, skipped)
 
 
-def version_key(result: Result) -> list[list[int]]:
-    """By torch, then by Python."""
-    return [[int(part) for part in one.partition("+")[0].split(".")] for one in (result.torch, result.python)]
+def run_failures(version: Version, result: Result, tree: Path, commit: str) -> Result:
+    """Run what failed of an earlier commit; what passes now is mended."""
+    alone = version.results / "again.xml"
+    passing = [name for name in result.failed if pytest(version.python, [name], tree, alone) == 0]
+    failed = {name: why for name, why in result.failed.items() if name not in passing}
+    return Result(**asdict(result) | {"failed": failed, "mended": result.mended | dict.fromkeys(passing, commit)})
 
 
-def table(results: Iterable[Result]) -> str:
+def unfinished(version: Version, parts: Iterable[str], commit: str, again: bool) -> list[str]:
+    """The parts without a result of this commit; with ``again``, without any, or with failures of an earlier one."""
+    kept = {part: version.read(part) for part in parts}
+    return [part for part, one in kept.items() if not one or one["commit"] != commit and (one["failed"] or not again)]
+
+
+def run_suite(version: Version, parts: Iterable[str], tree: Path, commit: str, again: bool) -> None:
+    """Run these parts and keep what they come to."""
+    for part in parts:
+        print(f"torch {version.spec}: {part}", flush=True)
+        kept = version.read(part)
+        if again and kept:
+            result = run_failures(version, Result(**kept), tree, commit)
+        else:
+            result = run_part(version, part, tree, commit)
+        version.write(part, asdict(result))
+
+
+def passes(version: Version, parts: Iterable[str]) -> bool:
+    """Whether all parts have results without a failure."""
+    kept = [version.read(part) for part in parts]
+    return all(one and not one["failed"] for one in kept)
+
+
+# ---- the table
+
+
+@dataclass
+class Row:
+    """A version with the results of its parts."""
+
+    torch: str
+    python: str
+    parts: dict[str, Result]
+
+    def key(self) -> list[list[int]]:
+        return [[int(part) for part in one.partition("+")[0].split(".")] for one in (self.torch, self.python)]
+
+    def cells(self) -> Iterator[object]:
+        results = self.parts.values()
+        yield self.torch
+        yield self.python
+        yield ", ".join(sorted({result.day for result in results}))
+        yield ", ".join(sorted({result.commit for result in results}))
+        yield ", ".join(part for part in PARTS if part not in self.parts) or "nothing"
+        yield round(sum(result.seconds for result in results) / 60)
+        yield sum(result.passed + len(result.mended) for result in results)
+        yield sum(len(result.failed) for result in results)
+        yield sum(len(result.skipped) for result in results)
+
+    def notes(self) -> Iterator[str]:
+        for result in self.parts.values():
+            yield from (f"failed: `{name}`: {reason}" for name, reason in result.failed.items())
+            yield from (f"failed at {result.commit}, passed at {at}: `{name}`" for name, at in result.mended.items())
+            yield from (f"passed alone: `{name}`" for name in result.failed_once)
+        reasons = Counter(reason for result in self.parts.values() for reason in result.skipped.values())
+        yield from (f"skipped {count}: {reason}" for reason, count in reasons.items())
+
+
+HEADER = """\
+| torch | Python | day | commit | not run | minutes | passed | failed | skipped |
+|---|---|---|---|---|---:|---:|---:|---:|"""
+
+
+def rows(folder: Path) -> list[Row]:
+    """All that ``folder`` has results of, by torch, then by Python."""
+    found = []
+    for results in folder.glob("*.results"):
+        version = Version(results.name.removesuffix(".results"), folder)
+        parts = {part: Result(**version.read(part)) for part in PARTS if version.read(part)}
+        if parts:
+            found.append(Row(**version.read("names"), parts=parts))
+    return sorted(found, key=Row.key)
+
+
+def table(found: Iterable[Row]) -> str:
     """The results in Markdown: the counts, then by version what failed, what passed alone, and why tests skip."""
-    ordered = sorted(results, key=version_key)
-    lines = ["| torch | Python | day | minutes | passed | failed | skipped |", "|---|---|---|---:|---:|---:|---:|"]
-    for one in ordered:
-        counts = (one.minutes, one.passed, len(one.failed), len(one.skipped))
-        lines.append("| " + " | ".join(map(str, (one.torch, one.python, one.day, *counts))) + " |")
-    for one in ordered:
-        lines += ["", f"torch {one.torch}, Python {one.python}:", ""]
-        lines += [f"- failed: `{name}`: {reason}" for name, reason in one.failed.items()]
-        lines += [f"- passed alone: `{name}`" for name in one.failed_once]
-        lines += [f"- skipped {count}: {reason}" for reason, count in Counter(one.skipped.values()).items()]
+    lines = [HEADER]
+    lines += ["| " + " | ".join(map(str, row.cells())) + " |" for row in found]
+    for row in found:
+        lines += ["", f"## torch {row.torch}, Python {row.python}", "", *(f"- {note}" for note in row.notes())]
     return "\n".join(lines)
 
 
-def main() -> int:
+def page(found: Iterable[Row]) -> str:
+    """The table with what it shows."""
+    left_out = "\n".join(f"- `{folder}` {reason}." for folder, reason in LEFT_OUT.items())
+    return f"""\
+# The suite on versions of torch and Python, {date.today().isoformat()}
+
+One extension, built once, under each version; torch is PyPI's build for Linux, on {platform.machine()} without a GPU.
+`make test-versions` repeats it. What failed was run once more by itself: "failed" is what failed again, "passed alone"
+what did not. Not part of it:
+
+{left_out}
+
+{table(found)}
+"""
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__.partition("\n")[0])
-    parser.add_argument("versions", nargs="*", metavar="TORCH[@PYTHON]", help="as 2.10.0, 2.15.0@3.12, or 2.15.0@/path")
+    parser.add_argument("versions", nargs="*", metavar="TORCH[@PYTHON]", help="as 2.10.0, 2.15.0@3.12, 2.15.0@/path")
+    parser.add_argument("--pythons", nargs="*", default=[], help="of versions without an @: all of these, as 3.10 3.12")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS, help="of the suite")
     parser.add_argument("--folder", type=Path, default=ROOT / "build/versions", help="of environments and results")
+    parser.add_argument("--again", action="store_true", help="of parts with an earlier commit's result, only failures")
+    parser.add_argument("--discard", action="store_true", help="remove each environment after its tests")
     parser.add_argument("--report", action="store_true", help="only show the results of earlier runs")
-    arguments = parser.parse_args()
-    arguments.folder = arguments.folder.resolve()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    failed = False
-    for spec in [] if arguments.report else arguments.versions:
-        result = run_suite(spec, arguments.folder)
-        place(spec, arguments.folder, ".json").write_text(json.dumps(asdict(result), indent=2))
-        failed |= bool(result.failed)
-    print(table(Result(**json.loads(file.read_text())) for file in arguments.folder.glob("*.json")))
-    return int(failed)
+    parser.add_argument("--out", type=Path, help="a file for the table")
+    return parser.parse_args()
+
+
+def specs(versions: Iterable[str], pythons: list[str]) -> list[str]:
+    """Every version with its own Python, or else with each of ``pythons``, or else without one."""
+    found: list[str] = []
+    for version in versions:
+        found += [f"{version}@{python}" for python in pythons if "@" not in version] or [version]
+    return found
+
+
+def test(version: Version, parts: Iterable[str], tree: Path, commit: str, asked: argparse.Namespace) -> None:
+    """Install one version and run these parts; where it cannot be installed, say so."""
+    try:
+        make_environment(version, tree)
+        run_suite(version, parts, tree, commit, asked.again)
+    except subprocess.CalledProcessError as error:
+        print(f"torch {version.spec} cannot be installed: {error}", file=sys.stderr)
+    if asked.discard:
+        shutil.rmtree(version.home, ignore_errors=True)
+
+
+def main() -> int:
+    asked = arguments()
+    folder = asked.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = [Version(spec, folder) for spec in specs(asked.versions, asked.pythons)]
+    if not asked.report:
+        tree, commit = checkout(folder)
+        for version in versions:
+            if parts := unfinished(version, asked.parts, commit, asked.again):
+                test(version, parts, tree, commit, asked)
+    text = page(rows(folder))
+    print(text)
+    if asked.out:
+        asked.out.write_text(text)
+    return int(not all(passes(version, asked.parts) for version in versions))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""What tests/versions.py makes of a suite: counts, failures that stay or pass alone, skips and their reasons."""
+"""What tests/versions.py runs and what it makes of it: counts, failures that stay, pass alone or are mended, skips."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import versions
+from tests.versions import Result, Row, Version
 
 SUITE = """
 import pathlib, pytest
 
 def test_passes(): pass
-def test_fails(): assert False, "always"
+def test_fails(): assert pathlib.Path("mended").exists(), "until it is mended"
 def test_fails_once():
     flag = pathlib.Path(__file__).with_suffix(".flag")
     if not flag.exists():
@@ -22,34 +24,133 @@ def test_fails_once():
 @pytest.mark.parametrize("size", ["a/b"])
 def test_is_skipped(size): pytest.skip("no GPU")
 """
+FAILS, FAILS_ONCE = "inner/test_suite.py::test_fails", "inner/test_suite.py::test_fails_once"
+RESULT = Result("c0ffee1", "2026-01-01", 300.0, 10, {}, [], {})
 
 
 @pytest.fixture
-def result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> versions.Result:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner/test_suite.py").write_text(SUITE)
-    monkeypatch.setattr(versions, "ROOT", tmp_path)
-    monkeypatch.setattr(versions, "SUITE", ["inner"])
-    monkeypatch.setattr(versions, "environment", lambda spec, folder: Path(sys.executable))
-    return versions.run_suite("2.13.0@/some/python", tmp_path)
+def version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Version:
+    monkeypatch.setattr(versions, "PARTS", {"inner": ["inner"], "gone": ["gone"]})
+    monkeypatch.setattr(Version, "python", Path(sys.executable))
+    (tmp_path / "tree/inner").mkdir(parents=True)
+    (tmp_path / "tree/inner/test_suite.py").write_text(SUITE)
+    return Version("2.13.0@/some/python", tmp_path)
 
 
-def test_every_test_is_counted_once(result: versions.Result) -> None:
-    assert list(result.failed) == ["inner/test_suite.py::test_fails"]
-    assert "always" in result.failed["inner/test_suite.py::test_fails"]
-    assert result.failed_once == ["inner/test_suite.py::test_fails_once"]
+def run(version: Version, commit: str, again: bool = False) -> list[str]:
+    """Run what is unfinished of the part "inner"; what that was."""
+    parts = versions.unfinished(version, ["inner"], commit, again)
+    versions.run_suite(version, parts, version.folder / "tree", commit, again)
+    return parts
+
+
+def kept(version: Version) -> Result:
+    return Result(**version.read("inner"))
+
+
+def test_every_test_is_counted_once(version: Version) -> None:
+    run(version, "c0ffee1")
+    result = kept(version)
+    assert list(result.failed) == [FAILS] and "until it is mended" in result.failed[FAILS]
+    assert result.failed_once == [FAILS_ONCE]
     assert result.skipped == {"inner/test_suite.py::test_is_skipped[a/b]": "no GPU"}
     assert result.passed == 2
+    assert not versions.passes(version, ["inner"])
 
 
-def test_the_table_has_a_row_per_version_in_order_and_each_failure() -> None:
-    older = versions.Result("2.9.1+cu128", "3.11.7", "2026-01-01", 5, 10, {"test_one": "broke"}, ["test_two"], {})
-    newer = versions.Result("2.10.0", "3.9.1", "2026-01-02", 6, 9, {}, [], {"test_three": "no GPU"})
-    lines = versions.table([newer, older]).splitlines()
-    assert lines[2] == "| 2.9.1+cu128 | 3.11.7 | 2026-01-01 | 5 | 10 | 1 | 0 |"
-    assert lines[3] == "| 2.10.0 | 3.9.1 | 2026-01-02 | 6 | 9 | 0 | 1 |"
-    assert "- failed: `test_one`: broke" in lines and "- passed alone: `test_two`" in lines
-    assert "- skipped 1: no GPU" in lines
+def test_what_has_a_result_of_the_commit_is_not_run_again(version: Version) -> None:
+    assert run(version, "c0ffee1") == ["inner"]
+    assert run(version, "c0ffee1") == []
+    assert run(version, "c0ffee2") == ["inner"]
+    assert kept(version).commit == "c0ffee2"
+
+
+def test_again_runs_what_failed_of_an_earlier_commit(version: Version) -> None:
+    run(version, "c0ffee1")
+    (version.folder / "tree/mended").touch()
+    assert run(version, "c0ffee2", again=True) == ["inner"]
+    assert kept(version).mended == {FAILS: "c0ffee2"} and kept(version).failed == {}
+    assert kept(version).commit == "c0ffee1"  # of which all else is
+    assert run(version, "c0ffee3", again=True) == []
+    assert versions.passes(version, ["inner"]) and not versions.passes(version, ["inner", "gone"])
+
+
+def test_a_pytest_that_dies_is_a_failure(version: Version) -> None:
+    (version.folder / "tree/inner/test_suite.py").write_text("import os; os._exit(7)")
+    run(version, "c0ffee1")
+    assert kept(version).failed == {"inner": "pytest ended with status 7 and no report"}
+
+
+def test_a_module_that_cannot_be_imported_is_named(version: Version) -> None:
+    (version.folder / "tree/inner/test_suite.py").write_text("import nothing_of_the_kind")
+    run(version, "c0ffee1")
+    assert list(kept(version).failed) == ["inner/test_suite.py"]
+
+
+def test_the_table_has_a_row_per_version_in_order_with_sums_and_each_failure(tmp_path: Path) -> None:
+    for spec, names, parts in (
+        ("2.10", ("2.10.0", "3.9.1"), {"unit": RESULT}),
+        (
+            "2.9@3.11",
+            ("2.9.1+cu128", "3.11.7"),
+            {"unit": RESULT, "ranks": replace(RESULT, failed={"test_one": "broke"})},
+        ),
+    ):
+        version = Version(spec, tmp_path)
+        version.write("names", dict(zip(("torch", "python"), names, strict=True)))
+        for part, result in parts.items():
+            version.write(part, vars(result))
+    lines = versions.table(versions.rows(tmp_path)).splitlines()
+    assert lines[2] == "| 2.9.1+cu128 | 3.11.7 | 2026-01-01 | c0ffee1 | native, parity, faults | 10 | 20 | 1 | 0 |"
+    assert lines[3].startswith("| 2.10.0 | 3.9.1 | 2026-01-01 | c0ffee1 | native, ranks, parity, faults | 5 | 10 | 0 |")
+    assert "- failed: `test_one`: broke" in lines
+
+
+def test_notes_tell_what_was_mended_passed_alone_and_was_skipped() -> None:
+    result = replace(
+        RESULT, failed_once=["test_two"], skipped={"test_three": "no GPU"}, mended={"test_four": "c0ffee2"}
+    )
+    row = Row("2.10.0", "3.9.1", {"unit": result})
+    assert list(row.notes()) == [
+        "failed at c0ffee1, passed at c0ffee2: `test_four`",
+        "passed alone: `test_two`",
+        "skipped 1: no GPU",
+    ]
+    assert list(row.cells())[-3:] == [11, 0, 1]
+
+
+def test_each_folder_of_tests_is_in_a_part_or_left_out_with_a_reason() -> None:
+    tests = {
+        Path(*found.relative_to(versions.ROOT).parts[:2]) for found in (versions.ROOT / "tests").rglob("test_*.py")
+    }
+    named = [Path(path) for part in versions.PARTS.values() for path in part] + [
+        Path(path) for path in versions.LEFT_OUT
+    ]
+    assert sorted(named) == sorted(tests)
+
+
+def test_a_checkout_is_of_the_last_commit_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    monkeypatch.setattr(versions, "ROOT", source)
+    (source / "setup.py").write_text("open('built', 'w').close()")
+    for command in (
+        ["init", "-q"],
+        ["add", "."],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
+    ):
+        versions.git(*command, folder=source)
+    (source / "setup.py").write_text("raise SystemExit('not committed')")
+    for _ in range(2):
+        tree, commit = versions.checkout(tmp_path)
+        assert commit == versions.git("rev-parse", "--short", "HEAD", folder=source)
+        assert (tree / "built").exists()
+        (tree / "setup.py").write_text("raise SystemExit('edited there')")
+
+
+def test_versions_are_taken_with_each_python() -> None:
+    assert versions.specs(["2.10.0", "2.15.0@3.12"], ["3.10", "3.13"]) == ["2.10.0@3.10", "2.10.0@3.13", "2.15.0@3.12"]
+    assert versions.specs(["2.10.0", "2.15.0@3.12"], []) == ["2.10.0", "2.15.0@3.12"]
 
 
 def test_requirements_leave_torch_to_the_version() -> None:
