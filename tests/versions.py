@@ -98,7 +98,7 @@ class Version:
 
 def git(*arguments: str, folder: Path | None = None) -> str:
     """What git prints, of this repository or of that in ``folder``. CalledProcessError where there is none."""
-    command = ["git", "-C", folder or ROOT, *arguments]
+    command = ["git", "-C", str(folder or ROOT), *arguments]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -141,7 +141,15 @@ def make_environment(version: Version, tree: Path) -> None:
     if not version.python.exists():
         maker = interpreter(python_version) if python_version else sys.executable
         subprocess.run([maker, "-m", "venv", str(version.home)], check=True)
-    install = [version.python, "-m", "pip", "install", "--disable-pip-version-check", "-q", f"torch=={torch_version}"]
+    install = [
+        str(version.python),
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "-q",
+        f"torch=={torch_version}",
+    ]
     subprocess.run([*install, *requirements()], check=True)
     for packages in version.home.glob("lib/python*/site-packages"):
         (packages / "fsdp_c_checkout.pth").write_text(f"{tree}\n")
@@ -158,7 +166,7 @@ def pytest(python: Path, arguments: Iterable[str], tree: Path, report: Path) -> 
     variables = {"OMP_NUM_THREADS": "1"} | os.environ
     options = ["-q", "-p", "no:cacheprovider", f"--timeout={TEST_TIMEOUT_S}", f"--junitxml={report}"]
     report.unlink(missing_ok=True)
-    return subprocess.run([python, "-m", "pytest", *options, *arguments], cwd=tree, env=variables).returncode
+    return subprocess.run([str(python), "-m", "pytest", *options, *arguments], cwd=tree, env=variables).returncode
 
 
 def test_name(case: ElementTree.Element) -> str:
