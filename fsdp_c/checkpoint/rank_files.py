@@ -180,7 +180,7 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
         if value is None or not isinstance(value.state._local_tensor, Tensor):
             raise ValueError(f"{key} is not in the file of rank {rank}")
         spec, local = value.state._spec, value.state._local_tensor
-        axes = [axis.shape[0] if isinstance(axis.shape, tuple) else axis.shape for axis in spec.mesh._layout.axes]
+        axes = _mesh_sizes(spec.mesh._layout)
         kinds = [type(placement).__name__ for placement in spec.placements]
         dims = [placement.dim for placement in spec.placements if type(placement).__name__ == "Shard"]
         if math.prod(ints(axes, key)) != len(values) or len(dims) > 1 or {*kinds} - {"Shard", "Replicate"}:
@@ -193,6 +193,13 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
         replica = _replica(rank, axes, kinds)
         if replica == 0:
             yield local, ints(dims, key)[0] if dims else None
+
+
+def _mesh_sizes(layout: Any) -> list[Any]:
+    """The size of each dimension of a mesh: older versions of torch save one shape, newer ones an axis of each."""
+    if layout.axes is None:
+        return list(layout.shape) if isinstance(layout.shape, tuple) else [layout.shape]
+    return [axis.shape[0] if isinstance(axis.shape, tuple) else axis.shape for axis in layout.axes]
 
 
 def _replica(rank: int, axes: Sequence[int], kinds: Sequence[str]) -> int:

@@ -1,0 +1,63 @@
+"""DTensors of several ranks' files are put together, whichever version of torch saved them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fsdp_c.checkpoint.metadata import Value
+from fsdp_c.checkpoint.rank_files import Sharded, put_together
+
+WHOLE = torch.arange(12.0).view(4, 3)
+
+
+def value(**attributes: Any) -> Value:
+    made = Value()
+    made.__setstate__(attributes)
+    return made
+
+
+LAYOUTS = {  # of a mesh of two dimensions: torch 2.10's, and torch 2.13's with either kind of shape
+    "one shape": value(shape=(2, 2), stride=(2, 1)),
+    "axes of numbers": value(axes=(value(shape=2, stride=2), value(shape=2, stride=1))),
+    "axes of tuples": value(axes=(value(shape=(2,), stride=(2,)), value(shape=(2,), stride=(1,)))),
+}
+FLAT_LAYOUTS = {
+    "a number": value(shape=4, stride=1),
+    "one shape": value(shape=(4,), stride=(1,)),
+    "axes": value(axes=(value(shape=4, stride=1),)),
+}
+
+
+def files(layout: Value, placements: list[Any], parts: list[torch.Tensor]) -> list[Sharded]:
+    """The same DTensor as each rank's file has it."""
+    mesh = value(_layout=layout, _rank_map=torch.arange(len(parts)))
+    spec = value(mesh=mesh, placements=placements)
+    args = (None, WHOLE.dtype, WHOLE.shape)
+    return [Sharded(None, DTensor, args, {"_local_tensor": part, "_spec": spec}) for part in parts]
+
+
+def assert_whole(found: Any) -> None:
+    assert torch.equal(torch.cat([part.tensor for part in found.parts]), WHOLE)
+    assert [part.offsets for part in found.parts] == [(4 * i // len(found.parts), 0) for i in range(len(found.parts))]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_of_a_mesh_of_two_dimensions_are_taken_once(layout: str) -> None:
+    first, second = WHOLE.chunk(2)
+    found = put_together("w", files(LAYOUTS[layout], [Replicate(), Shard(0)], [first, second, first * 0, second * 0]))
+    assert len(found.parts) == 2
+    assert_whole(found)
+
+
+@pytest.mark.parametrize("layout", FLAT_LAYOUTS)
+def test_shards_of_a_mesh_of_one_dimension_are_in_order(layout: str) -> None:
+    assert_whole(put_together("w", files(FLAT_LAYOUTS[layout], [Shard(0)], list(WHOLE.chunk(4)))))
+
+
+def test_a_mesh_of_another_size_than_the_files_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"on a mesh of \[2, 2\] in 2 files"):
+        put_together("w", files(LAYOUTS["one shape"], [Replicate(), Shard(0)], list(WHOLE.chunk(2))))
