@@ -1,8 +1,17 @@
-"""What torch.distributed calls the gather and the reduction of one tensor: torch 2.13 has new names beside the old."""
+"""Where collectives differ between versions of torch: their names, and what the fake group answers.
+
+The gather and the reduction of one tensor have new names beside the old since torch 2.13.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fsdp_c.compat.upstream import torch_version
 
 _NEW = hasattr(dist, "all_gather_single")
 
@@ -10,3 +19,15 @@ ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 ALL_GATHERS = ["all_gather_single", "all_gather_into_tensor"] if _NEW else ["all_gather_into_tensor"]
 REDUCE_SCATTERS = ["reduce_scatter_single", "reduce_scatter_tensor"] if _NEW else ["reduce_scatter_tensor"]
+
+
+def init_fake_group(rank: int, world_size: int) -> None:
+    """One rank of a group without others: it gathers its own shard alone, and its chunk is reduced with nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    if torch_version() < (2, 11):  # where the output of a reduction stays as it was allocated
+        dist.ProcessGroup._reduce_scatter_base = _take_own_chunk
+
+
+def _take_own_chunk(group: dist.ProcessGroup, output: Tensor, chunks: Tensor, options: Any = None) -> Any:
+    output.copy_(chunks.detach().chunk(group.size())[group.rank()])
+    return group.barrier()

@@ -17,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import _C, StateDictType
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.collectives import init_fake_group
 from tests.models import WIDTH, Block, Net
 
 AGAIN = (1, 8, 64, 400)  # a point that leaves memory behind is tried so often, and must leave some each time
@@ -232,7 +231,7 @@ def try_all(allocations: Allocations, name: str, stride: int) -> dict[str, Any]:
 
 def main(library: str, stride: int, names: list[str]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    init_fake_group(rank=0, world_size=2)
     allocations = Allocations(library)
     for name in names:
         print(json.dumps({"name": name, **try_all(allocations, name, stride)}), flush=True)

@@ -22,13 +22,12 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import _C, StateDictType, optim
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.collectives import init_fake_group
 
 WINDOWS = 3
 COLLECT_EVERY = 25
@@ -327,7 +326,7 @@ def run_forked(name: str, total: int) -> None:
 def main(runs: list[str]) -> None:
     LIBC.mallinfo2.restype = MallInfo
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    init_fake_group(rank=0, world_size=2)
     step(unit())  # imports what torch imports when it is first used
     for run in runs:
         name, _, total = run.partition("=")

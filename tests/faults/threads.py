@@ -14,13 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import _C
 from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.collectives import init_fake_group
 
 SWITCH_INTERVAL_S = 1e-6
 KINDS: list[dict[str, Any]] = [
@@ -66,7 +65,7 @@ def collect_until(done: threading.Event) -> None:
 
 def main(rounds: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    init_fake_group(rank=0, world_size=2)
     expected = [results(kind) for kind in KINDS]
     gc.collect()
     gc.freeze()  # what was imported need not be looked through each time
