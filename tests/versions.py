@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -31,12 +32,15 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIREMENTS = ("requirements/base.txt", "requirements/dev.txt")
-PARTS = {
-    "unit": ("tests/unit", "tests/test_architecture.py"),
-    "native": ("tests/native",),
-    "ranks": ("tests/distributed",),
-    "parity": ("tests/parity",),
-    "faults": ("tests/faults",),
+PARTS = {  # an interruption costs one
+    "unit": ("tests/unit/*.py", "tests/*.py"),
+    "native": ("tests/native/*.py",),
+    "ranks a-c": ("tests/distributed/test_[a-c]*.py",),
+    "ranks d-h": ("tests/distributed/test_[d-h]*.py",),
+    "ranks i-r": ("tests/distributed/test_[i-r]*.py",),
+    "ranks s-z": ("tests/distributed/test_[s-z]*.py",),
+    "parity": ("tests/parity/*.py",),
+    "faults": ("tests/faults/*.py",),
 }
 LEFT_OUT = {
     "tests/clients": "the libraries of requirements/clients.txt want versions of torch of their own",
@@ -58,7 +62,7 @@ class Result:
     failed: dict[str, str]
     failed_once: list[str]  # and passed alone
     skipped: dict[str, str]
-    mended: dict[str, str] = field(default_factory=dict)  # failed at ``commit``, and passed at this one
+    mended: list[str] = field(default_factory=list)  # failed at ``commit``, and passed at a later one
 
 
 @dataclass
@@ -183,13 +187,21 @@ def outcomes(report: Path, *tags: str) -> Iterator[tuple[str, str]]:
                 yield test_name(case), (outcome.get("message") or "").partition("\n")[0]
 
 
+def files(part: str, tree: Path) -> list[str]:
+    """The modules of tests of a part."""
+    found = [path for pattern in PARTS[part] for path in tree.glob(pattern) if path.name.startswith("test_")]
+    return sorted(path.relative_to(tree).as_posix() for path in found)
+
+
 def run_part(version: Version, part: str, tree: Path, commit: str) -> Result:
-    """Run a part of the suite, and what fails of it once more."""
+    """Run a part of the suite, and what fails of it once more. SystemExit if it was killed."""
     began = time.monotonic()
     version.results.mkdir(parents=True, exist_ok=True)
     report, alone = version.results / f"{part}.xml", version.results / f"{part}.alone.xml"
-    status = pytest(version.python, PARTS[part], tree, report)
+    status = pytest(version.python, files(part, tree), tree, report)
     seconds = round(time.monotonic() - began)
+    if -status in (signal.SIGTERM, signal.SIGKILL):
+        raise SystemExit(f"torch {version.spec}: {part} was killed")
     if not report.exists():
         died = {part: f"pytest ended with status {status} and no report"}
         return Result(commit, date.today().isoformat(), seconds, 0, died, [], {})
@@ -202,12 +214,12 @@ def run_part(version: Version, part: str, tree: Path, commit: str) -> Result:
     return Result(commit, date.today().isoformat(), seconds, passed, failed, failed_once, skipped)
 
 
-def run_failures(version: Version, result: Result, tree: Path, commit: str) -> Result:
+def run_failures(version: Version, result: Result, tree: Path) -> Result:
     """Run what failed of an earlier commit; what passes now is mended."""
     alone = version.results / "again.xml"
     passing = [name for name in result.failed if pytest(version.python, [name], tree, alone) == 0]
     failed = {name: why for name, why in result.failed.items() if name not in passing}
-    return Result(**asdict(result) | {"failed": failed, "mended": result.mended | dict.fromkeys(passing, commit)})
+    return Result(**asdict(result) | {"failed": failed, "mended": result.mended + passing})
 
 
 def unfinished(version: Version, parts: Iterable[str], commit: str, again: bool) -> list[str]:
@@ -222,7 +234,7 @@ def run_suite(version: Version, parts: Iterable[str], tree: Path, commit: str, a
         print(f"torch {version.spec}: {part}", flush=True)
         kept = version.read(part)
         if again and kept:
-            result = run_failures(version, Result(**kept), tree, commit)
+            result = run_failures(version, Result(**kept), tree)
         else:
             result = run_part(version, part, tree, commit)
         version.write(part, asdict(result))
@@ -253,7 +265,6 @@ class Row:
         yield self.torch
         yield self.python
         yield ", ".join(sorted({result.day for result in results}))
-        yield ", ".join(sorted({result.commit for result in results}))
         yield ", ".join(part for part in PARTS if part not in self.parts) or "nothing"
         yield round(sum(result.seconds for result in results) / 60)
         yield sum(result.passed + len(result.mended) for result in results)
@@ -263,15 +274,15 @@ class Row:
     def notes(self) -> Iterator[str]:
         for result in self.parts.values():
             yield from (f"failed: `{name}`: {reason}" for name, reason in result.failed.items())
-            yield from (f"failed at {result.commit}, passed at {at}: `{name}`" for name, at in result.mended.items())
+            yield from (f"mended: `{name}`" for name in result.mended)
             yield from (f"passed alone: `{name}`" for name in result.failed_once)
         reasons = Counter(reason for result in self.parts.values() for reason in result.skipped.values())
         yield from (f"skipped {count}: {reason}" for reason, count in reasons.items())
 
 
 HEADER = """\
-| torch | Python | day | commit | not run | minutes | passed | failed | skipped |
-|---|---|---|---|---|---:|---:|---:|---:|"""
+| torch | Python | day | not run | minutes | passed | failed | skipped |
+|---|---|---|---|---:|---:|---:|---:|"""
 
 
 def rows(folder: Path) -> list[Row]:
@@ -302,7 +313,7 @@ def page(found: Iterable[Row]) -> str:
 
 One extension, built once, under each version; torch is PyPI's build for Linux, on {platform.machine()} without a GPU.
 `make test-versions` repeats it. What failed was run once more by itself: "failed" is what failed again, "passed alone"
-what did not. Not part of it:
+what did not, and "mended" what passed after a change. Not part of it:
 
 {left_out}
 
