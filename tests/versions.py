@@ -25,7 +25,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -215,11 +215,16 @@ def run_part(version: Version, part: str, tree: Path, commit: str) -> Result:
 
 
 def run_failures(version: Version, result: Result, tree: Path) -> Result:
-    """Run what failed of an earlier commit; what passes now is mended."""
-    alone = version.results / "again.xml"
-    passing = [name for name in result.failed if pytest(version.python, [name], tree, alone) == 0]
-    failed = {name: why for name, why in result.failed.items() if name not in passing}
-    return Result(**asdict(result) | {"failed": failed, "mended": result.mended + passing})
+    """Run what failed of an earlier commit, all together; what passes now is mended."""
+    again = version.results / "again.xml"
+    pytest(version.python, result.failed, tree, again)
+    if not again.exists():
+        return result
+    ran = {test_name(case) for case in ElementTree.parse(again).iter("testcase")}
+    skipped, stays = dict(outcomes(again, "skipped")), dict(outcomes(again, "failure", "error"))
+    failed = {name: stays.get(name, why) for name, why in result.failed.items() if name not in ran or name in stays}
+    mended = [name for name in result.failed if name not in failed and name not in skipped]
+    return replace(result, failed=failed, skipped=result.skipped | skipped, mended=result.mended + mended)
 
 
 def unfinished(version: Version, parts: Iterable[str], commit: str, again: bool) -> list[str]:
