@@ -131,7 +131,7 @@ def test_parameters_are_flat_shards_and_empty_outside_of_it(  # C-034, H-010, B-
 @on_ranks(2)
 def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
     rank: int, world_size: int, strategy: str
-) -> None:
+) -> None:  # parity 36
     model = build("fsdp_c", strategy)
     flat_param = model._flat_param
 
