@@ -2,6 +2,7 @@
 
 #include "handle/handle_table.h"
 #include "torch/op_stack.h"
+#include "torch/ops.h"
 #include "torch/tensor.h"
 
 static struct handle *find(const char *op, int64_t id) {
@@ -172,14 +173,7 @@ static const char *const op_schemas[] = {
     "segment_views(Tensor(a) flat, int handle) -> Tensor(a)[]",
 };
 
-enum { NUM_SCHEMAS = sizeof op_schemas / sizeof *op_schemas };
-
-typedef void (*op_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
-
-static const struct {
-    const char *key, *name;
-    op_kernel kernel;
-} op_kernels[] = {
+static const struct op_kernel op_kernels[] = {
     {"CPU", "unshard", unshard},
     {"CPU", "reshard", reshard},
     {"CPU", "segment_views", segment_views},
@@ -192,32 +186,11 @@ static const struct {
     {"CompositeImplicitAutograd", "unshard_views", unshard_views},
 };
 
-enum { NUM_KERNELS = sizeof op_kernels / sizeof *op_kernels };
-
-/* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per key. */
-static bool register_kernel(const char *key, const char *name, op_kernel kernel) {
-    TorchLibraryHandle library = NULL;
-    return !torch_abi.aoti_torch_library_init_impl("fsdp_c", key, "fsdp_c", 0, &library) &&
-           !torch_abi.torch_library_impl(library, name, kernel, TORCH_BUILD_VERSION);
-}
-
-static bool register_all(void) {
-    TorchLibraryHandle library = NULL;
-    bool done = !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &library);
-    for (int i = 0; done && i < NUM_SCHEMAS; i++)
-        done = !torch_abi.aoti_torch_library_def(library, op_schemas[i]);
-    for (int i = 0; done && i < NUM_KERNELS; i++)
-        done = register_kernel(op_kernels[i].key, op_kernels[i].name, op_kernels[i].kernel);
-    return done;
-}
+static struct op_library library = {.schemas = op_schemas,
+                                    .kernels = op_kernels,
+                                    .num_schemas = sizeof op_schemas / sizeof *op_schemas,
+                                    .num_kernels = sizeof op_kernels / sizeof *op_kernels};
 
 int handle_ops_init(void) {
-    static bool registered;
-    if (!registered && !register_all()) {
-        PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
-                     op_error_text("torch refused them"));
-        return -1;
-    }
-    registered = true;
-    return 0;
+    return ops_register(&library);
 }

@@ -1,6 +1,9 @@
 /* The Python type Handle, base of FlatParamHandle. */
 #include "python/layout_type.h"
 #include "python/types.h"
+
+#include <structmember.h>
+
 #include "torch/names.h"
 
 struct handle_object {
@@ -105,22 +108,18 @@ static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
 }
 
 static PyObject *summon_exit(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(handle_summon_exit(inside(self)));
 }
 
 static PyObject *summon_free(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(handle_summon_free(inside(self)));
 }
 
 static PyObject *summon_hide(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(handle_summon_hide(inside(self)));
 }
 
 static PyObject *summon_grads(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(handle_summon_grads(inside(self)));
 }
 
@@ -142,7 +141,6 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
     struct handle *handle = inside(self);
     PyObject *grads = PyList_New(0);
     int result = grads ? 0 : -1;
-    (void)unused;
     if (!result && !handle->param.use_orig_params)
         result = append_grad(grads, handle->param.tensor);
     for (int64_t i = 0; !result && handle->param.use_orig_params && i < handle->param.num_params; i++)
@@ -154,7 +152,6 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
 
 static PyObject *show_sharded(PyObject *self, PyObject *unused) {
     struct handle *handle = inside(self);
-    (void)unused;
     if (slots_show_nothing(&handle->slots) < 0)
         return NULL;
     if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
@@ -170,24 +167,20 @@ static PyObject *set_layer_calls(PyObject *self, PyObject *calls) {
 }
 
 static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(layer_calls_remove(&inside(self)->layer_calls));
 }
 
 static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(handle_collect_user_grads(inside(self)));
 }
 
 static PyObject *writeback(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
-    (void)unused;
     return none_or_error(handle ? handle_writeback(handle) : -1);
 }
 
 static PyObject *publish(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
-    (void)unused;
     return none_or_error(handle ? handle_publish(handle) : -1);
 }
 
@@ -198,7 +191,6 @@ static PyObject *flat_param_to(PyObject *self, PyObject *args, PyObject *kwargs)
 
 static PyObject *unshard(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
-    (void)unused;
     if (!handle || handle_unshard_enqueue(handle) < 0)
         return NULL;
     return none_or_error(storage_unshard_wait(&handle->storage));
@@ -219,7 +211,6 @@ static PyObject *padded_unsharded(const struct handle *handle) {
 
 static PyObject *alloc_unsharded(PyObject *self, PyObject *unused) {
     struct handle *handle = ready(self);
-    (void)unused;
     return handle && handle_alloc_unsharded(handle) == 0 ? padded_unsharded(handle) : NULL;
 }
 
@@ -246,7 +237,6 @@ static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
-    (void)unused;
     return PyBool_FromLong(inside(self)->param.sharded && inside(self)->storage.param_state == PARAM_SHARDED);
 }
 
@@ -305,68 +295,29 @@ static PyMethodDef methods[] = {
 
 /* ---- attributes ---- */
 
-static PyObject *get_flat_param(PyObject *self, void *unused) {
-    PyObject *flat_param = inside(self)->param.tensor;
-    (void)unused;
-    return Py_NewRef(flat_param ? flat_param : Py_None);
-}
-
-static PyObject *get_layout(PyObject *self, void *unused) {
-    PyObject *layout = inside(self)->param.layout_owner;
-    (void)unused;
-    return Py_NewRef(layout ? layout : Py_None);
-}
-
-static PyObject *get_param_state(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromLong(inside(self)->storage.param_state);
-}
-
 static PyObject *get_shows_sharded(PyObject *self, void *unused) {
-    (void)unused;
     return PyBool_FromLong(handle_shows_sharded(inside(self)));
 }
 
-static PyObject *get_training_state(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromLong(inside(self)->training_state);
-}
-
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
-    (void)unused;
     return PyLong_FromLongLong(storage_unsharded_nbytes(&inside(self)->storage));
-}
-
-static PyObject *get_local_shard(PyObject *self, void *unused) {
-    PyObject *shard = inside(self)->storage.local_shard;
-    (void)unused;
-    return Py_NewRef(shard ? shard : Py_None);
 }
 
 static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
     struct handle *handle = ready(self);
-    (void)unused;
     return handle ? padded_unsharded(handle) : NULL;
 }
 
 static PyObject *get_sharded_grad(PyObject *self, void *unused) {
-    (void)unused;
     return gradients_sharded(&inside(self)->gradients);
-}
-
-static PyObject *get_op_id(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromLongLong(inside(self)->param.op_id);
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {
     PyObject *name = inside(self)->param.name;
-    (void)unused;
     return Py_NewRef(name ? name : Py_None);
 }
 
 static int set_name(PyObject *self, PyObject *name, void *unused) {
-    (void)unused;
     if (!name || !PyUnicode_Check(name)) {
         PyErr_SetString(PyExc_TypeError, "the name of a unit is a str");
         return -1;
@@ -376,31 +327,35 @@ static int set_name(PyObject *self, PyObject *name, void *unused) {
 }
 
 static PyObject *get_optimizer_in_backward(PyObject *self, void *unused) {
-    (void)unused;
     return PyBool_FromLong(inside(self)->optimizer_in_backward);
 }
 
 static int set_optimizer_in_backward(PyObject *self, PyObject *value, void *unused) {
     int truth = value ? PyObject_IsTrue(value) : 0;
-    (void)unused;
     if (truth < 0)
         return -1;
     handle_set_optimizer_in_backward(inside(self), truth);
     return 0;
 }
 
+/* An enum is an int, and NULL is None. */
+#define READ_ONLY(name, type, field) {name, type, offsetof(struct handle_object, handle.field), READONLY, NULL}
+static PyMemberDef members[] = {
+    READ_ONLY("flat_param", T_OBJECT, param.tensor),
+    READ_ONLY("layout", T_OBJECT, param.layout_owner),
+    READ_ONLY("param_state", T_INT, storage.param_state),
+    READ_ONLY("training_state", T_INT, training_state),
+    READ_ONLY("local_shard", T_OBJECT, storage.local_shard),
+    READ_ONLY("op_id", T_LONGLONG, param.op_id),
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyGetSetDef attributes[] = {
     {"name", get_name, set_name, NULL, NULL},
     {"optimizer_in_backward", get_optimizer_in_backward, set_optimizer_in_backward, NULL, NULL},
     {"sharded_grad", get_sharded_grad, NULL, NULL, NULL},
-    {"op_id", get_op_id, NULL, NULL, NULL},
-    {"flat_param", get_flat_param, NULL, NULL, NULL},
-    {"layout", get_layout, NULL, NULL, NULL},
-    {"param_state", get_param_state, NULL, NULL, NULL},
-    {"training_state", get_training_state, NULL, NULL, NULL},
     {"shows_sharded", get_shows_sharded, NULL, NULL, NULL},
     {"unsharded_nbytes", get_unsharded_nbytes, NULL, NULL, NULL},
-    {"local_shard", get_local_shard, NULL, NULL, NULL},
     {"padded_unsharded_flat_param", get_padded_unsharded, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
@@ -411,6 +366,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, handle_object_clear},
     {Py_tp_dealloc, handle_object_dealloc},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {Py_tp_getset, attributes},
     {Py_tp_doc, "One flat parameter: its storage, views and gradients."},
     {0, NULL},

@@ -18,15 +18,12 @@
 #include "torch/torch_abi.h"
 
 static PyObject *live_unsharded_nbytes(PyObject *self, PyObject *unused) {
-    (void)self;
-    (void)unused;
     return PyLong_FromLongLong(buffer_live_nbytes());
 }
 
 static PyObject *peak_unsharded_nbytes(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"reset", NULL};
     int reset = 0;
-    (void)self;
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|p", names, &reset))
         return NULL;
     return PyLong_FromLongLong(buffer_peak_nbytes(reset));
@@ -34,7 +31,6 @@ static PyObject *peak_unsharded_nbytes(PyObject *self, PyObject *args, PyObject 
 
 static PyObject *prefer_large_pages(PyObject *self, PyObject *tensor) {
     struct tensor_view view;
-    (void)self;
     if (tensor_view_of(tensor, &view) < 0)
         return NULL;
     tensor_prefer_large_pages(&view);
@@ -44,21 +40,17 @@ static PyObject *prefer_large_pages(PyObject *self, PyObject *tensor) {
 static PyObject *replace(PyObject *self, PyObject *args) {
     const char *name;
     PyObject *function;
-    (void)self;
     if (!PyArg_ParseTuple(args, "sO", &name, &function))
         return NULL;
     return none_or_error(operations_replace(&operations, name, function));
 }
 
 static PyObject *bind_callbacks(PyObject *self, PyObject *args, PyObject *kwargs) {
-    (void)self;
     return none_or_error(callbacks_bind(args, kwargs));
 }
 
 static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
     PyObject *names = PyList_New(0);
-    (void)self;
-    (void)unused;
     for (int i = 0; names && loops_version(i); i++) {
         PyObject *name = PyUnicode_FromString(loops_version(i)->name);
         if (!name || PyList_Append(names, name) < 0)
@@ -72,7 +64,6 @@ static PyObject *cpu_capabilities(PyObject *self, PyObject *unused) {
 
 static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
     const char *name;
-    (void)self;
     if (!PyArg_ParseTuple(args, "z", &name))
         return NULL;
     if (!loops_use(name))
@@ -82,7 +73,6 @@ static PyObject *use_cpu_capability(PyObject *self, PyObject *args) {
 
 static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
     const char *device, *why = NULL;
-    (void)self;
     if (!PyArg_ParseTuple(args, "s", &device))
         return NULL;
     bool is_cpu = strcmp(device, "cpu") == 0, is_cuda = strcmp(device, "cuda") == 0;
@@ -92,7 +82,6 @@ static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
 }
 
 static PyObject *watch_gradients(PyObject *self, PyObject *function) {
-    (void)self;
     watch_set(function);
     Py_RETURN_NONE;
 }
@@ -100,7 +89,6 @@ static PyObject *watch_gradients(PyObject *self, PyObject *function) {
 static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
     PyObject *path;
     long long rank, world_size;
-    (void)self;
     if (!PyArg_ParseTuple(args, "O&LL", PyUnicode_FSConverter, &path, &rank, &world_size))
         return NULL;
     int result = flight_recorder_open(PyBytes_AsString(path), rank, world_size);
@@ -113,7 +101,6 @@ static PyObject *decoded(const char *text) {
 }
 
 static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
-    (void)self;
     PyObject *path = NULL;
     if (!PyUnicode_FSConverter(argument, &path))
         return NULL;
@@ -131,21 +118,17 @@ static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
 }
 
 static PyObject *close_flight_recorder(PyObject *self, PyObject *unused) {
-    (void)self;
-    (void)unused;
     flight_recorder_close();
     Py_RETURN_NONE;
 }
 
 static PyObject *add_recorder_name(PyObject *self, PyObject *args) {
     const char *name;
-    (void)self;
     return PyArg_ParseTuple(args, "s", &name) ? PyLong_FromLong(flight_recorder_add_name(name)) : NULL;
 }
 
 static PyObject *enter_recorder_phase(PyObject *self, PyObject *args) {
     int phase;
-    (void)self;
     if (!PyArg_ParseTuple(args, "i", &phase))
         return NULL;
     if (phase < 0 || phase >= RECORDER_PHASES)
@@ -155,7 +138,6 @@ static PyObject *enter_recorder_phase(PyObject *self, PyObject *args) {
 
 static PyObject *leave_recorder_phase(PyObject *self, PyObject *args) {
     unsigned long long place;
-    (void)self;
     if (!PyArg_ParseTuple(args, "K", &place))
         return NULL;
     flight_recorder_leave(place);
@@ -163,15 +145,11 @@ static PyObject *leave_recorder_phase(PyObject *self, PyObject *args) {
 }
 
 static PyObject *note_recorder_failure(PyObject *self, PyObject *unused) {
-    (void)self;
-    (void)unused;
     flight_recorder_note_failure();
     Py_RETURN_NONE;
 }
 
 static PyObject *let_groups_go(PyObject *self, PyObject *unused) {
-    (void)self;
-    (void)unused;
     if (collective_let_go() < 0)
         return NULL;
     Py_RETURN_NONE;

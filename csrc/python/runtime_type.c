@@ -1,6 +1,8 @@
 /* The Python type Runtime. */
 #include "python/types.h"
 
+#include <structmember.h>
+
 struct runtime_object {
     PyObject_HEAD
     struct runtime runtime;
@@ -72,28 +74,23 @@ static void runtime_object_dealloc(PyObject *self) {
 /* ---- methods ---- */
 
 static PyObject *final_callback(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(runtime_final_callback(inside(self)));
 }
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(runtime_reset_after_failed_backward(inside(self)));
 }
 
 static PyObject *await_failed_backward(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(runtime_await_failed_backward(inside(self)));
 }
 
 static PyObject *reset_grad_info(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(runtime_collect_user_grads(inside(self)));
 }
 
 static PyObject *release(PyObject *self, PyObject *unused) {
     struct runtime *runtime = inside(self);
-    (void)unused;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         if (runtime->units[i]->phase == PHASE_IDLE)
             continue;
@@ -126,27 +123,14 @@ static PyMethodDef methods[] = {
 
 static PyObject *get_units(PyObject *self, void *unused) {
     PyObject *units = inside(self)->unit_objects;
-    (void)unused;
     return units ? Py_NewRef(units) : PyTuple_New(0);
 }
 
-static PyObject *get_iteration(PyObject *self, void *unused) {
-    (void)unused;
-    return PyLong_FromLongLong(inside(self)->order.iteration);
-}
-
-static PyObject *get_callback_queued(PyObject *self, void *unused) {
-    (void)unused;
-    return PyBool_FromLong(inside(self)->callback_queued);
-}
-
 static PyObject *get_backward_limit(PyObject *self, void *unused) {
-    (void)unused;
     return PyLong_FromLongLong(inside(self)->order.backward_prefetch_limit);
 }
 
 static PyObject *get_forward_limit(PyObject *self, void *unused) {
-    (void)unused;
     return PyLong_FromLongLong(inside(self)->order.forward_prefetch_limit);
 }
 
@@ -162,7 +146,6 @@ static int read_limit(PyObject *value, int64_t *limit) {
 }
 
 static int set_backward_limit(PyObject *self, PyObject *value, void *unused) {
-    (void)unused;
     struct order *order = &inside(self)->order;
     int64_t limit = order->backward_prefetch_limit;
     if (read_limit(value, &limit) < 0)
@@ -172,7 +155,6 @@ static int set_backward_limit(PyObject *self, PyObject *value, void *unused) {
 }
 
 static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
-    (void)unused;
     struct order *order = &inside(self)->order;
     int64_t limit = order->forward_prefetch_limit;
     if (read_limit(value, &limit) < 0)
@@ -181,12 +163,18 @@ static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
     return 0;
 }
 
+/* An enum is an int, and NULL is None. */
+#define READ_ONLY(name, type, field) {name, type, offsetof(struct runtime_object, runtime.field), READONLY, NULL}
+static PyMemberDef members[] = {
+    READ_ONLY("iteration", T_LONGLONG, order.iteration),
+    READ_ONLY("callback_queued", T_BOOL, callback_queued),
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyGetSetDef attributes[] = {
     {"_backward_prefetch_limit", get_backward_limit, set_backward_limit, NULL, NULL},
     {"_forward_prefetch_limit", get_forward_limit, set_forward_limit, NULL, NULL},
     {"units", get_units, NULL, NULL, NULL},
-    {"iteration", get_iteration, NULL, NULL, NULL},
-    {"callback_queued", get_callback_queued, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -196,6 +184,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, runtime_object_clear},
     {Py_tp_dealloc, runtime_object_dealloc},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {Py_tp_getset, attributes},
     {Py_tp_doc, "One root and its units: execution order, prefetch, final callback."},
     {0, NULL},

@@ -8,6 +8,9 @@
 
 #include "runtime/runtime.h"
 
+/* Python passes what a function does not ask for: itself, or no arguments. */
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 PyObject *handle_type_create(PyObject *module);
 PyObject *unit_type_create(PyObject *module);
 PyObject *runtime_type_create(PyObject *module);

@@ -1,5 +1,8 @@
 /* The Python type Unit. */
 #include "python/types.h"
+
+#include <structmember.h>
+
 #include "torch/names.h"
 
 struct unit_object {
@@ -93,18 +96,15 @@ static PyObject *set_summoning(PyObject *self, PyObject *value) {
 }
 
 static PyObject *unshard(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(unit_unshard(inside(self)));
 }
 
 static PyObject *wait_unsharded(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(unit_wait_unsharded(inside(self)));
 }
 
 static PyObject *post_backward_reshard(PyObject *self, PyObject *unused) {
     struct unit *unit = inside(self);
-    (void)unused;
     return none_or_error(unit->handle && unit->runtime ? unit_post_backward_reshard(unit) : 0);
 }
 
@@ -118,7 +118,6 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
 }
 
 static PyObject *register_post_backward_hook(PyObject *self, PyObject *unused) {
-    (void)unused;
     return none_or_error(unit_register_post_backward_hook(inside(self)));
 }
 
@@ -140,20 +139,7 @@ static PyMethodDef methods[] = {
 
 /* ---- attributes ---- */
 
-static PyObject *get_handle(PyObject *self, void *unused) {
-    PyObject *handle = inside(self)->handle_object;
-    (void)unused;
-    return Py_NewRef(handle ? handle : Py_None);
-}
-
-static PyObject *get_runtime(PyObject *self, void *unused) {
-    PyObject *runtime = inside(self)->runtime_object;
-    (void)unused;
-    return Py_NewRef(runtime ? runtime : Py_None);
-}
-
 static PyObject *get_is_root(PyObject *self, void *unused) {
-    (void)unused;
     if (!inside(self)->runtime)
         Py_RETURN_NONE;
     return PyBool_FromLong(inside(self)->is_root);
@@ -167,25 +153,21 @@ static PyObject *get_training_state(PyObject *self, void *unused) {
         [PHASE_SUMMON_FULL_PARAMS] = USE_SUMMON_FULL_PARAMS,
     };
     const struct unit *unit = inside(self);
-    (void)unused;
     if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
         return PyLong_FromLong(USE_SUMMON_FULL_PARAMS);
     return PyLong_FromLong(states[unit->phase]);
 }
 
 static PyObject *get_sync_gradients(PyObject *self, void *unused) {
-    (void)unused;
     return PyBool_FromLong(inside(self)->sync_gradients);
 }
 
 static PyObject *get_recorder_index(PyObject *self, void *unused) {
-    (void)unused;
     return PyLong_FromLong(inside(self)->recorder_index);
 }
 
 static int set_recorder_index(PyObject *self, PyObject *value, void *unused) {
     long index = value ? PyLong_AsLong(value) : -1;
-    (void)unused;
     if (PyErr_Occurred())
         return -1;
     unit_set_recorder_index(inside(self), index >= 0 && index < RECORDER_CAPACITY ? (int32_t)index : -1);
@@ -194,17 +176,22 @@ static int set_recorder_index(PyObject *self, PyObject *value, void *unused) {
 
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
     int wanted = value ? PyObject_IsTrue(value) : -1;
-    (void)unused;
     if (wanted < 0)
         return -1;
     unit_set_sync_gradients(inside(self), wanted);
     return 0;
 }
 
+/* An enum is an int, and NULL is None. */
+#define READ_ONLY(name, type, field) {name, type, offsetof(struct unit_object, unit.field), READONLY, NULL}
+static PyMemberDef members[] = {
+    READ_ONLY("handle", T_OBJECT, handle_object),
+    READ_ONLY("runtime", T_OBJECT, runtime_object),
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyGetSetDef attributes[] = {
     {"recorder_index", get_recorder_index, set_recorder_index, NULL, NULL},
-    {"handle", get_handle, NULL, NULL, NULL},
-    {"runtime", get_runtime, NULL, NULL, NULL},
     {"is_root", get_is_root, NULL, NULL, NULL},
     {"training_state", get_training_state, NULL, NULL, NULL},
     {"sync_gradients", get_sync_gradients, set_sync_gradients, NULL, NULL},
@@ -217,6 +204,7 @@ static PyType_Slot slots[] = {
     {Py_tp_clear, unit_object_clear},
     {Py_tp_dealloc, unit_object_dealloc},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {Py_tp_getset, attributes},
     {Py_tp_doc, "One FullyShardedDataParallel instance: the entry points of the step."},
     {0, NULL},

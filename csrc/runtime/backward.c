@@ -55,16 +55,8 @@ int unit_pre_backward(struct unit *unit) {
 
 /* ---- post-backward ---- */
 
-/* Under no_sync a strategy that does not reshard after forward stays gathered (D-070). */
-static int reshard_in_backward(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    bool free_storage =
-        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
-    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
-}
-
 int unit_post_backward_reshard(struct unit *unit) {
-    if (reshard_in_backward(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
+    if (unit_reshard_in_backward(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }

@@ -35,13 +35,6 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     return 0;
 }
 
-static int reshard_at_the_end(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    bool free_storage =
-        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
-    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
-}
-
 static int finalise_handle(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0)
@@ -83,7 +76,7 @@ static int finalise_units(struct runtime *runtime) {
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        if (unit->handle && ends(unit) && reshard_at_the_end(unit) < 0)
+        if (unit->handle && ends(unit) && unit_reshard_in_backward(unit) < 0)
             return -1;
         offload = offload || (unit->handle && unit->handle->storage.offload);
     }

@@ -114,3 +114,10 @@ int unit_reshard(struct unit *unit, bool free_storage) {
     bool freed = held && free_storage && !operations.is_there(unit);
     return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
 }
+
+int unit_reshard_in_backward(struct unit *unit) {
+    struct handle *handle = unit->handle;
+    bool free_storage =
+        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
+    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+}

@@ -115,6 +115,8 @@ int unit_gather(struct unit *unit);        /* enqueue the all-gather, after the 
 int unit_wait_gathered(struct unit *unit); /* computation waits for it */
 int unit_gather_and_wait(struct unit *unit);
 int unit_reshard(struct unit *unit, bool free_storage);
+int unit_reshard_in_backward(
+    struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
 /* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);

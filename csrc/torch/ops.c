@@ -46,50 +46,52 @@
     }
 EACH_OP(DEFINE_BOXED)
 
-struct op_entry {
-    const char *name;
-    const char *schema;
-    boxed_kernel cpu;
-    boxed_kernel cuda;
-    boxed_kernel meta;
-};
+#define SCHEMA(name, body, schema) #name schema,
+static const char *const schemas[] = {EACH_OP(SCHEMA)};
 
-#define OP_ENTRY(name, body, schema) {#name, #name schema, name##_on_cpu, name##_on_cuda, name##_on_meta},
-static const struct op_entry entries[] = {EACH_OP(OP_ENTRY)};
-enum { ENTRY_COUNT = sizeof entries / sizeof entries[0] };
+#define KERNELS(name, body, schema)                                                                                    \
+    {"CPU", #name, name##_on_cpu}, {"CUDA", #name, name##_on_cuda}, {"Meta", #name, name##_on_meta},
+static const struct op_kernel kernels[] = {EACH_OP(KERNELS)};
 
-/* join_ranges copies with the host's memcpy; on CUDA torch says that there is none. */
-static bool is_on_cuda(const char *name) {
-    return strcmp(name, "join_ranges") != 0;
-}
-
-/* Libraries live for ever: what they registered would go with them. */
-static bool register_all(void) {
-    TorchLibraryHandle schemas = NULL;
-    TorchLibraryHandle cpu = NULL;
-    TorchLibraryHandle cuda = NULL;
-    TorchLibraryHandle meta = NULL;
-    bool failed = torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &schemas) != 0 ||
-                  torch_abi.aoti_torch_library_init_impl("fsdp_c", "CPU", "fsdp_c", 0, &cpu) != 0 ||
-                  torch_abi.aoti_torch_library_init_impl("fsdp_c", "CUDA", "fsdp_c", 0, &cuda) != 0 ||
-                  torch_abi.aoti_torch_library_init_impl("fsdp_c", "Meta", "fsdp_c", 0, &meta) != 0;
-    for (int i = 0; !failed && i < ENTRY_COUNT; i++) {
-        failed = torch_abi.aoti_torch_library_def(schemas, entries[i].schema) != 0 ||
-                 torch_abi.torch_library_impl(cpu, entries[i].name, entries[i].cpu, TORCH_BUILD_VERSION) != 0 ||
-                 (is_on_cuda(entries[i].name) &&
-                  torch_abi.torch_library_impl(cuda, entries[i].name, entries[i].cuda, TORCH_BUILD_VERSION) != 0) ||
-                 torch_abi.torch_library_impl(meta, entries[i].name, entries[i].meta, TORCH_BUILD_VERSION) != 0;
-    }
-    return !failed;
-}
+static struct op_library library = {.schemas = schemas,
+                                    .kernels = kernels,
+                                    .num_schemas = sizeof schemas / sizeof *schemas,
+                                    .num_kernels = sizeof kernels / sizeof *kernels};
 
 int ops_init(void) {
-    static bool registered = false;
-    if (!registered && !register_all()) {
-        PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s",
-                     op_error_text("torch refused them"));
-        return -1;
+    return ops_register(&library);
+}
+
+/* ---- registration ---- */
+
+/* join_ranges copies with the host's memcpy; on CUDA torch says that there is none. */
+static bool is_left_out(const struct op_kernel *kernel) {
+    return !strcmp(kernel->key, "CUDA") && !strcmp(kernel->name, "join_ranges");
+}
+
+/* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per key. */
+static bool register_kernel(const struct op_kernel *kernel) {
+    TorchLibraryHandle implementations = NULL;
+    return is_left_out(kernel) ||
+           (!torch_abi.aoti_torch_library_init_impl("fsdp_c", kernel->key, "fsdp_c", 0, &implementations) &&
+            !torch_abi.torch_library_impl(implementations, kernel->name, kernel->kernel, TORCH_BUILD_VERSION));
+}
+
+static bool register_all(const struct op_library *ops) {
+    TorchLibraryHandle definitions = NULL;
+    bool done = !torch_abi.aoti_torch_library_init_fragment("fsdp_c", "fsdp_c", 0, &definitions);
+    for (int i = 0; done && i < ops->num_schemas; i++)
+        done = !torch_abi.aoti_torch_library_def(definitions, ops->schemas[i]);
+    for (int i = 0; done && i < ops->num_kernels; i++)
+        done = register_kernel(&ops->kernels[i]);
+    return done;
+}
+
+int ops_register(struct op_library *ops) {
+    if (ops->is_registered || register_all(ops)) {
+        ops->is_registered = true;
+        return 0;
     }
-    registered = true;
-    return 0;
+    PyErr_Format(PyExc_ImportError, "fsdp_c cannot register its operators: %s", op_error_text("torch refused them"));
+    return -1;
 }
