@@ -359,7 +359,7 @@ def python_layer_violations(root: Path) -> list[str]:
 
 
 def trace_violations(root: Path) -> list[str]:
-    """Files that open ranges of the profiler, or say where the rank is, past trace.c; Python says its own phases."""
+    """Files that open ranges of the profiler, or say where the rank is, past trace.h; Python says its own phases."""
     itself = re.compile(r"runtime/(trace|flight_recorder)\.[ch]|torch/profile\.[ch]|python/module\.c")
     opening = re.compile(r"\b(profile_(?:begin\w*|end)|flight_recorder_(?:enter|leave|end_step))\(")
     return [

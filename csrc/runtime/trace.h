@@ -1,5 +1,6 @@
 /* What others see of a step: ranges in torch's profiler, under the names that users grep traces for (D-130), and where this rank is, in
- * the flight recorder. All of them are listed in trace.c, and nothing else in this folder opens one.
+ * the flight recorder. All of them are listed here, and nothing else in this folder opens one.
+ * Inline, as the part is a constant nearly everywhere: what it has not costs nothing.
  *
  * Invariant: what was begun last ends first, also after an exception, which stays as it is. */
 #ifndef FSDP_RUNTIME_TRACE_H
@@ -7,9 +8,11 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 #include <stdint.h>
 
 #include "runtime/flight_recorder.h"
+#include "torch/profile.h"
 
 enum traced {
     TRACED_NOTHING,
@@ -37,11 +40,59 @@ struct trace {
     enum traced part;
 };
 
+static const struct traced_part {
+    const char *range; /* NULL: none */
+    enum recorder_phase phase;
+    bool asks;    /* whether a profiler is on; else that is as in the range around it */
+    bool goes_on; /* the phase does, until the next one begins */
+} traced_parts[TRACED_PARTS] = {
+    [TRACED_FORWARD] = {"FullyShardedDataParallel.forward", RECORDER_FORWARD, .asks = true},
+    [TRACED_ROOT_PRE_FORWARD] = {"FullyShardedDataParallel._root_pre_forward"},
+    [TRACED_PRE_FORWARD] = {"FullyShardedDataParallel._pre_forward"},
+    [TRACED_PRE_FORWARD_PREFETCH] = {"FullyShardedDataParallel._pre_forward_prefetch"},
+    [TRACED_TO_KWARGS] = {"FullyShardedDataParallel._to_kwargs"},
+    [TRACED_POST_FORWARD] = {"FullyShardedDataParallel._post_forward", .asks = true},
+    [TRACED_PRE_BACKWARD] = {"FullyShardedDataParallel._pre_backward_hook", RECORDER_BACKWARD, .asks = true,
+                             .goes_on = true},
+    [TRACED_PRE_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._pre_backward_prefetch"},
+    [TRACED_POST_BACKWARD] = {"FullyShardedDataParallel._post_backward_hook", .asks = true},
+    [TRACED_POST_BACKWARD_PREFETCH] = {"FullyShardedDataParallel._post_backward_prefetch"},
+    [TRACED_POST_BACKWARD_RESHARD_ONLY] = {"FullyShardedDataParallel._post_backward_hook_reshard_only", .asks = true},
+    [TRACED_RATE_LIMITER] = {"FullyShardedDataParallel.rate_limiter"},
+    [TRACED_FORWARD_GATHER] = {.phase = RECORDER_FORWARD_GATHER},
+    [TRACED_BACKWARD_GATHER] = {.phase = RECORDER_BACKWARD_GATHER},
+    [TRACED_REDUCTION] = {.phase = RECORDER_REDUCE},
+};
+
 /* `unit`: its index in the flight recorder, or -1. */
-struct trace trace_begin(enum traced part, int32_t unit);
-void trace_end(struct trace trace);
-enum recorder_phase trace_phase(enum traced part);
-void trace_end_step(void); /* a backward has ended */
-void trace_abandon(void);  /* after an exception: whatever was begun is over */
+static inline struct trace trace_begin(enum traced part, int32_t unit) {
+    const struct traced_part *traced = &traced_parts[part];
+    struct trace trace = {.part = part};
+    if (traced->range)
+        trace.range = traced->asks ? profile_begin(traced->range) : profile_begin_inner(traced->range);
+    if (traced->phase)
+        trace.place = flight_recorder_enter(unit, traced->phase);
+    return trace;
+}
+
+static inline void trace_end(struct trace trace) {
+    if (traced_parts[trace.part].phase && !traced_parts[trace.part].goes_on)
+        flight_recorder_leave(trace.place);
+    profile_end(trace.range);
+}
+
+static inline enum recorder_phase trace_phase(enum traced part) {
+    return traced_parts[part].phase;
+}
+
+/* A backward has ended. */
+static inline void trace_end_step(void) {
+    flight_recorder_end_step();
+}
+
+/* After an exception: whatever was begun is over. */
+static inline void trace_abandon(void) {
+    flight_recorder_leave(0);
+}
 
 #endif
