@@ -6,7 +6,7 @@
  *
  * Invariants: `kind` says what the flat parameter's `.grad` holds between backwards; amid a backward it is never GRAD_SHARDED, as that
  * is set aside in saved_shard. While a reduction is in flight (`work`), its output is alive. While `shown` is there, `kind`
- * is GRAD_SHARDED, and the flat parameter's `.grad` goes with the last view of it that a parameter shows. */
+ * is GRAD_SHARDED, and the flat parameter's `.grad` goes with the last view of it that a parameter shows (parity 36). */
 #ifndef FSDP_HANDLE_GRADIENTS_H
 #define FSDP_HANDLE_GRADIENTS_H
 

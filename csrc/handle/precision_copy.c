@@ -59,11 +59,16 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-static PyObject *unpadded(struct storage *storage, PyObject *full) {
-    PyObject *part = PyObject_CallMethod(full, "narrow", "iLL", 0, 0LL, (long long)storage->param->layout.numel);
-    PyObject *data = part ? torch_data(part) : NULL;
-    Py_XDECREF(part);
+static PyObject *part(PyObject *full, int64_t offset, int64_t numel) {
+    PyObject *view = PyObject_CallMethod(full, "narrow", "iLL", 0, (long long)offset, (long long)numel);
+    PyObject *data = view ? torch_data(view) : NULL;
+    Py_XDECREF(view);
     return data;
+}
+
+static PyObject *own_part(const struct storage *storage, PyObject *full) {
+    const struct flat_layout *layout = &storage->param->layout;
+    return part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
 }
 
 /* The storage is there while views of it are made, and not after. */
@@ -75,16 +80,16 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
             return -1;
         full = copy->full.tensor;
     }
-    copy->full_data = unpadded(storage, full);
-    copy->views = copy->full_data ? flat_param_views(storage->param, full) : NULL;
+    copy->full_data = part(full, 0, storage->param->layout.numel);
+    copy->own_part = own_part(storage, full);
+    copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
     if (!copy->views || (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
-    struct buffer *shard = &copy->low_precision_shard;
-    if (buffer_init(shard, storage->param->layout.shard_numel, copy->dtype, storage->param->device, false) < 0)
-        return -1;
-    return buffer_free(shard);
+    PyObject *shard = storage_freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
+    ref_set(&copy->low_precision_shard.tensor, shard);
+    return shard ? 0 : -1;
 }
 
 static void copy_fini(struct precision_copy *copy) {
@@ -93,7 +98,8 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->views);
     Py_CLEAR(copy->full_data);
     buffer_fini(&copy->full);
-    buffer_fini(&copy->low_precision_shard);
+    Py_CLEAR(copy->own_part);
+    Py_CLEAR(copy->low_precision_shard.tensor);
     Py_CLEAR(copy->reduce_input_like.tensor);
     Py_CLEAR(copy->reduce_output_like.tensor);
     Py_CLEAR(copy->gradient_like.tensor);
@@ -108,8 +114,7 @@ static int copy_init(struct storage *storage, struct precision_copy *copy) {
 
 /* Its storage goes with it, but not before its last use. */
 static void drop_copy(struct storage *storage, struct precision_copy *copy) {
-    if (deferred_free_forget(storage->full_free, &copy->full) < 0 ||
-        deferred_free_forget(storage->input_free, &copy->low_precision_shard) < 0)
+    if (deferred_free_forget(storage->full_free, &copy->full) < 0)
         PyErr_WriteUnraisable(storage->param->name);
     copy_fini(copy);
 }

@@ -24,8 +24,6 @@ void storage_fini(struct storage *storage) {
     Py_CLEAR(storage->orig_dtype);
     storage_fini_copies(storage);
     Py_CLEAR(storage->shard_like.tensor);
-    if (deferred_free_forget(storage->input_free, &storage->device_shard) < 0)
-        PyErr_WriteUnraisable(storage->param->name);
     buffer_fini(&storage->device_shard);
     Py_CLEAR(storage->fallback_dtypes);
 }
@@ -36,10 +34,8 @@ int storage_visit(const struct storage *storage, visitproc visit, void *arg) {
     return 0;
 }
 
-void storage_share(struct storage *storage, struct deferred_free *full, struct deferred_free *input,
-                   struct pool *pool) {
+void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool) {
     storage->full_free = full;
-    storage->input_free = input;
     storage->pool = pool;
 }
 
@@ -129,8 +125,6 @@ static int init_compute_device(struct storage *storage) {
     storage->kernels = is_fake ? &no_kernels : kernels_of(storage->compute_view.device, &why);
     if (!storage->kernels)
         return refuse_device(storage, why);
-    if (deferred_free_forget(storage->input_free, &storage->device_shard) < 0)
-        return -1;
     buffer_fini(&storage->device_shard);
     if (!storage->offload)
         return 0;
@@ -147,8 +141,7 @@ int storage_follow_shard(struct storage *storage) {
 int storage_leave_device(struct storage *storage) {
     if (!storage->elsewhere)
         return 0;
-    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0 ||
-        deferred_free_forget(storage->input_free, &storage->copy->low_precision_shard) < 0)
+    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0)
         return -1;
     return storage->pool ? pool_empty(storage->pool) : 0;
 }

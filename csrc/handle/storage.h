@@ -1,7 +1,10 @@
 /* The storage of one flat parameter: this rank's shard, and the unsharded parameters while they are gathered.
  *
- *   local_shard --(upload)--> device_shard --(cast)--> low_precision_shard --all-gather--> copy->full
- *                                                                                        SHARDED -> UNSHARDING -> UNSHARDED
+ *   local_shard --(upload)--> device_shard --(cast)--> this rank's part of copy->full --all-gather--> copy->full
+ *                                                                                   SHARDED -> UNSHARDING -> UNSHARDED
+ *
+ * Where the shard lies elsewhere or in another precision it is brought to its place in what is gathered, which the collective leaves as
+ * it is; otherwise the collective reads the shard.
  *
  * Invariants: the `full` of a precision copy keeps its tensor for ever, so every view and every tensor autograd saved stays good when
  * its storage is gathered again. `param_state` says what the storage of the copy in use holds, and no other copy holds anything.
@@ -36,9 +39,11 @@ struct precision_copy {
     bool low_precision; /* not the dtype of the shard */
     bool is_local;      /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
     struct buffer full; /* unused when is_local */
-    struct buffer low_precision_shard; /* only with low_precision and sharded */
-    PyObject *full_data;               /* owned; full without right padding */
-    PyObject *views; /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
+    PyObject *own_part; /* owned; this rank's part of full, all of it under NO_SHARD */
+    struct tensor_like
+        low_precision_shard; /* only with low_precision and sharded: its memory is own_part's, this is never allocated */
+    PyObject *full_data;     /* owned; full without right padding */
+    PyObject *views;         /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
     /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
     struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
 };
@@ -62,16 +67,14 @@ struct storage {
     struct tensor_like shard_like;      /* how the shard looks on the device that computes */
     struct tensor_view compute_view;    /* borrowed from shard_like: says where kernels run */
     const struct kernel_table *kernels; /* of that device */
-    struct buffer device_shard;         /* only with offload; allocated while it is gathered or cast from */
+    struct buffer device_shard;         /* only with offload; allocated while it is cast from */
     struct precision_copy copies[PRECISIONS];
     struct precision_copy *copy; /* borrowed; the one in use; written by precision_copy.c */
     bool input_ready;            /* what the next gather reads was made ahead of it */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
-    /* borrowed from the root; NULL without streams: memory is freed at once. Of the unsharded parameters; of what they are
-     * gathered from, where that is not the shard itself */
-    struct deferred_free *full_free, *input_free;
-    struct pool *pool; /* borrowed from the root; where storage is taken from, or NULL */
+    struct deferred_free *full_free; /* borrowed from the root; NULL without streams: memory is freed at once */
+    struct pool *pool;               /* borrowed from the root; where storage is taken from, or NULL */
 };
 
 void storage_bind(struct storage *storage, const struct flat_param *param); /* of zeros; init follows */
@@ -95,7 +98,7 @@ int storage_leave_device(
     struct storage *storage); /* the user has: nothing is kept for it on the one it has left. 0 or -1 */
 
 /* Streams and memory of a root, or NULL for none: memory is then freed at once. */
-void storage_share(struct storage *storage, struct deferred_free *full, struct deferred_free *input, struct pool *pool);
+void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool);
 
 const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
 /* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded there covers a
@@ -124,14 +127,14 @@ static inline enum precision storage_precision(const struct storage *storage) {
 /* ---- unshard.c ---- */
 
 int storage_make_input(
-    struct storage *storage); /* bring the shard to the device, and cast it. 0, or -1 and all is freed */
+    struct storage *storage); /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
 int storage_unshard_enqueue(
     struct storage *storage);                      /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
 int storage_unshard_wait(struct storage *storage); /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int storage_reshard(struct storage *storage, bool free_storage);
 void storage_free_unshard(struct storage *storage); /* what a gather that failed has left; an exception stays set */
-/* What the all-gather reads, where that is not the shard itself; NULL where it is. */
-struct buffer *storage_gather_input(struct storage *storage);
+/* Does an all-gather read what storage_make_input makes, and not the shard itself? */
+bool storage_makes_input(const struct storage *storage);
 int storage_alloc_unsharded(struct storage *storage); /* alone, for a caller who gathers in steps; SHARDED stays */
 /* Take the memory that gathering will take, so that the pool holds it when it is given back. No state changes. 0 or -1. */
 int storage_reserve(struct storage *storage);

@@ -36,7 +36,6 @@ void storage_check(const struct storage *storage) {
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
     INVARIANT(!gathered || copy->is_local || copy->full.allocated);
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
-    INVARIANT(!copy->low_precision_shard.allocated || storage->param->sharded);
     for (int i = 0; i < PRECISIONS; i++)
         INVARIANT(&storage->copies[i] == copy || holds_nothing(&storage->copies[i]) ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));

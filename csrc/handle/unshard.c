@@ -3,77 +3,7 @@
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-/* ---- what a gather reads ---- */
-
-/* Anew on the stream that is current, to which it belongs from then on. */
-static int alloc_input(struct storage *storage, struct buffer *input) {
-    return deferred_free_forget(storage->input_free, input) < 0 ? -1 : buffer_alloc(input);
-}
-
-/* Not before its last use, where one is enqueued. */
-static void free_in_order(struct deferred_free *deferred, struct buffer *buffer) {
-    if (deferred_free_forget(deferred, buffer) == 0)
-        buffer_free(buffer);
-}
-
-/* device_shard = the shard. Nobody waits where the shard's memory is pinned. */
-static int enqueue_upload(struct storage *storage) {
-    struct buffer *shard = &storage->device_shard;
-    if (!storage->offload)
-        return 0;
-    if (alloc_input(storage, shard) < 0)
-        return -1;
-    PyObject *done = PyObject_CallMethod(shard->tensor, "copy_", "OO", storage->local_shard, Py_True);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
-static int cast_shard(struct storage *storage, struct buffer *output) {
-    const struct tensor_view *view = storage->offload ? &storage->device_shard.view : &storage->local_view;
-    return tensor_check(storage->kernels->cast_divide(output->view.data, storage->copy->kind, view->data,
-                                                      storage->orig_kind, storage->param->layout.shard_numel, 1.0,
-                                                      storage_stream(storage)),
-                        "cast of a shard");
-}
-
-struct buffer *storage_gather_input(struct storage *storage) {
-    if (storage->param->sharded && storage->copy->low_precision)
-        return &storage->copy->low_precision_shard;
-    return storage->offload ? &storage->device_shard : NULL;
-}
-
-/* What was brought to the device in order to be cast is not wanted any longer. */
-static int cast_input(struct storage *storage) {
-    struct buffer *shard = &storage->copy->low_precision_shard;
-    if (!storage->param->sharded || !storage->copy->low_precision)
-        return 0;
-    if (alloc_input(storage, shard) < 0 || cast_shard(storage, shard) < 0)
-        return -1;
-    return buffer_free(&storage->device_shard);
-}
-
-static int enqueue_gather(struct storage *storage) {
-    struct buffer *input = storage_gather_input(storage);
-    ref_set(&storage->unshard_work, collective_all_gather(&storage->param->shard_group, storage->copy->full.tensor,
-                                                          input ? input->tensor : storage->local_shard));
-    return storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
-}
-
-/* The all-gather failed: nothing of it stays allocated. */
-void storage_free_unshard(struct storage *storage) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    storage->input_ready = false;
-    free_in_order(storage->full_free, &storage->copy->full);
-    free_in_order(storage->input_free, &storage->copy->low_precision_shard);
-    free_in_order(storage->input_free, &storage->device_shard);
-    PyErr_Restore(type, value, traceback);
-}
-
-static int free_after_failure(struct storage *storage) {
-    storage_free_unshard(storage);
-    return -1;
-}
+/* ---- memory ---- */
 
 static int alloc_in_pool(struct storage *storage, struct buffer *full) {
     int result = pool_enter(storage->pool) < 0 ? -1 : buffer_alloc(full);
@@ -117,13 +47,74 @@ bool storage_wants_memory(const struct storage *storage) {
     return !storage->copy->is_local && storage->param_state == PARAM_SHARDED && !storage->copy->full.allocated;
 }
 
+/* ---- what a gather reads ---- */
+
+bool storage_makes_input(const struct storage *storage) {
+    return !storage->copy->is_local && (storage->copy->low_precision || storage->offload);
+}
+
+/* Nobody waits where the shard's memory is pinned. */
+static int enqueue_upload(const struct storage *storage, PyObject *to) {
+    PyObject *done = PyObject_CallMethod(to, "copy_", "OO", storage->local_shard, Py_True);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+static int cast_shard(const struct storage *storage, const struct tensor_view *shard) {
+    struct tensor_view part;
+    if (tensor_view_of(storage->copy->own_part, &part) < 0)
+        return -1;
+    return tensor_check(storage->kernels->cast_divide(part.data, storage->copy->kind, shard->data, storage->orig_kind,
+                                                      storage->param->layout.shard_numel, 1.0, storage_stream(storage)),
+                        "cast of a shard");
+}
+
+/* What was brought to the device in order to be cast is not wanted any longer. */
+static int upload_and_cast(struct storage *storage) {
+    struct buffer *shard = &storage->device_shard;
+    if (buffer_alloc(shard) < 0 || enqueue_upload(storage, shard->tensor) < 0 || cast_shard(storage, &shard->view) < 0)
+        return -1;
+    return buffer_free(shard);
+}
+
+static int fill_own_part(struct storage *storage) {
+    if (!storage->offload)
+        return cast_shard(storage, &storage->local_view);
+    return storage->copy->low_precision ? upload_and_cast(storage) : enqueue_upload(storage, storage->copy->own_part);
+}
+
+/* The all-gather failed: nothing of it stays allocated, but not before its last use, where one is enqueued. */
+void storage_free_unshard(struct storage *storage) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    storage->input_ready = false;
+    if (deferred_free_forget(storage->full_free, &storage->copy->full) == 0)
+        buffer_free(&storage->copy->full);
+    buffer_free(&storage->device_shard);
+    PyErr_Restore(type, value, traceback);
+}
+
+static int free_after_failure(struct storage *storage) {
+    storage_free_unshard(storage);
+    return -1;
+}
+
 int storage_make_input(struct storage *storage) {
-    if (storage->input_ready)
+    if (storage->input_ready || !storage_makes_input(storage))
         return 0;
-    if (enqueue_upload(storage) < 0 || cast_input(storage) < 0)
+    if (alloc_full(storage) < 0 || fill_own_part(storage) < 0)
         return free_after_failure(storage);
     storage->input_ready = true;
     return 0;
+}
+
+/* ---- the gather ---- */
+
+static int enqueue_gather(struct storage *storage) {
+    PyObject *input = storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
+    ref_set(&storage->unshard_work,
+            collective_all_gather(&storage->param->shard_group, storage->copy->full.tensor, input));
+    return storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
 }
 
 static int enqueue_unshard(struct storage *storage) {
@@ -131,7 +122,7 @@ static int enqueue_unshard(struct storage *storage) {
         return 0;
     if (alloc_full(storage) < 0)
         return -1;
-    return storage->param->sharded ? enqueue_gather(storage) : cast_shard(storage, &storage->copy->full);
+    return storage->param->sharded ? enqueue_gather(storage) : 0;
 }
 
 int storage_unshard_enqueue(struct storage *storage) {
@@ -143,11 +134,8 @@ int storage_unshard_enqueue(struct storage *storage) {
 
 static int wait_for_gather(struct storage *storage) {
     PyObject *work = storage->unshard_work;
-    struct buffer *input = storage_gather_input(storage);
     storage->unshard_work = NULL;
-    if (work && collective_wait(work) < 0)
-        return -1;
-    return !input || deferred_free_holds(storage->input_free, input) ? 0 : buffer_free(input);
+    return work ? collective_wait(work) : 0;
 }
 
 static int abandon_unshard(struct storage *storage) {

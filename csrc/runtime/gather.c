@@ -41,7 +41,7 @@ bool unit_is_there(const struct unit *unit) {
 
 /* The user's changes are taken over on the user's own stream, where the memory of what they were made of goes on. Gathers come
  * after that, and after a step of the unit's optimizers in this backward. */
-static int take_changes(struct unit *unit) {
+int unit_prepare_gather(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     bool has_stepped = schedule_has_stepped(schedule, &unit->gather), copied;
     if (handle_take_changes(unit->handle, &copied) < 0)
@@ -49,24 +49,22 @@ static int take_changes(struct unit *unit) {
     return copied || has_stepped ? schedule_begin_step(schedule) : 0;
 }
 
+/* Beside the gather before it, in memory of the stream that gathers. */
 static int make_input(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
     struct storage *storage = &unit->handle->storage;
-    if (!streams_are_real(&schedule->streams) || !storage_gather_input(storage))
+    if (!streams_are_real(&schedule->streams) || !storage_makes_input(storage))
         return 0;
-    if (schedule_begin_input(schedule) < 0)
+    if (storage_alloc_unsharded(storage) < 0 || schedule_begin_input(schedule) < 0)
         return -1;
     return schedule_end_input(schedule, storage->offload, handle_pre_unshard(unit->handle));
 }
 
-int unit_prepare_gather(struct unit *unit) {
-    return take_changes(unit) < 0 ? -1 : make_input(unit);
-}
-
 int unit_enqueue_gather(struct unit *unit) {
-    if (handle_unshard_enqueue(unit->handle) < 0)
-        return -1;
-    return schedule_hold_input(&unit->runtime->schedule, storage_gather_input(&unit->handle->storage));
+    if (make_input(unit) == 0)
+        return handle_unshard_enqueue(unit->handle);
+    handle_free_unshard(unit->handle);
+    return -1;
 }
 
 /* ---- a gather ---- */

@@ -152,7 +152,7 @@ static PyObject *accumulation_node(PyObject *leaf) {
 
 static int make_anchor(struct unit *unit) {
     PyObject *removable = NULL;
-    PyObject *anchor = torch_empty(1, unit->handle->storage.copy->dtype, unit->handle->param.device);
+    PyObject *anchor = torch_empty(0, unit->handle->storage.copy->dtype, unit->handle->param.device);
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         goto fail;
     if (!(unit->anchor_node = accumulation_node(anchor)))

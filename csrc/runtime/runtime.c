@@ -8,9 +8,9 @@
 static void share(struct schedule *schedule, struct handle *handle) {
     struct storage *storage = &handle->storage;
     if (schedule)
-        storage_share(storage, &schedule->unsharded, &schedule->inputs, &schedule->pool);
+        storage_share(storage, &schedule->unsharded, &schedule->pool);
     else
-        storage_share(storage, NULL, NULL, NULL);
+        storage_share(storage, NULL, NULL);
 }
 
 /* The streams are those of the device where the first unit with parameters computes. */

@@ -3,19 +3,16 @@
 #include "runtime/trace.h"
 
 int schedule_init(struct schedule *schedule, PyObject *device) {
-    schedule->unsharded =
-        (struct deferred_free){.streams = &schedule->streams, .owner = STREAM_UNSHARD, .user = STREAM_COMPUTE};
-    schedule->inputs =
-        (struct deferred_free){.streams = &schedule->streams, .owner = STREAM_PRE_UNSHARD, .user = STREAM_UNSHARD};
+    schedule->unsharded = (struct deferred_free){
+        .streams = &schedule->streams, .owner = STREAM_UNSHARD, .writer = STREAM_PRE_UNSHARD, .user = STREAM_COMPUTE};
     return streams_init(&schedule->streams, device) < 0 ? -1 : pool_init(&schedule->pool, device);
 }
 
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    stream_event *events[] = {&schedule->step_begin,     &schedule->input_made, &schedule->received,
-                              &schedule->packed,         &schedule->scattered,  &schedule->reduced,
-                              &schedule->all_reduced,    &schedule->joined,     &schedule->unsharded.last_use,
-                              &schedule->inputs.last_use};
+    stream_event *events[] = {&schedule->step_begin,  &schedule->input_made, &schedule->received,
+                              &schedule->packed,      &schedule->scattered,  &schedule->reduced,
+                              &schedule->all_reduced, &schedule->joined,     &schedule->unsharded.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
@@ -59,16 +56,18 @@ int schedule_end_reserve(struct schedule *schedule, int result) {
     return leave(schedule, STREAM_UNSHARD, NULL, result);
 }
 
-/* Beside the gather before it, and while the host waits for the limiter. */
 int schedule_begin_input(struct schedule *schedule) {
     return stream_enter(&schedule->streams, STREAM_PRE_UNSHARD);
 }
 
 int schedule_end_input(struct schedule *schedule, bool uploads, int result) {
-    if (leave(schedule, STREAM_PRE_UNSHARD, &schedule->input_made, result) < 0)
+    struct streams *streams = &schedule->streams;
+    if (!result)
+        result = stream_record(streams, STREAM_PRE_UNSHARD, &schedule->input_made);
+    if (stream_enter(streams, STREAM_UNSHARD) < 0 || result < 0)
         return -1;
     schedule->uploading = schedule->uploading || uploads;
-    return stream_wait(&schedule->streams, STREAM_UNSHARD, schedule->input_made);
+    return stream_wait(streams, STREAM_UNSHARD, schedule->input_made);
 }
 
 int schedule_begin_gather(struct schedule *schedule) {
@@ -85,10 +84,6 @@ int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather
     bool pending = gather->pending;
     gather->pending = false;
     return pending ? stream_wait(&schedule->streams, STREAM_COMPUTE, gather->gathered) : 0;
-}
-
-int schedule_hold_input(struct schedule *schedule, struct buffer *input) {
-    return input && streams_are_real(&schedule->streams) ? deferred_free_add(&schedule->inputs, input) : 0;
 }
 
 int schedule_give_back(struct schedule *schedule) {
@@ -268,9 +263,7 @@ static int wait_for_uploads(struct schedule *schedule) {
 
 int schedule_settle(struct schedule *schedule) {
     int result = schedule_wait_reduced(schedule) < 0 ? -1 : wait_for_uploads(schedule);
-    if (deferred_free_settle(&schedule->unsharded) < 0 || deferred_free_settle(&schedule->inputs) < 0)
-        result = -1;
-    return result;
+    return deferred_free_settle(&schedule->unsharded) < 0 ? -1 : result;
 }
 
 /* The script may call a backward under another stream than its forward. */

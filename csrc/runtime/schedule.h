@@ -17,8 +17,8 @@
  *   COMPUTE        ... |wait all_reduced| at the end
  *
  * Memory is given back and taken again by the host, which runs ahead, so the order on the device is kept by events alone: what is
- * gathered, and what it is gathered from, is held until the stream that took the memory waits for its last use (deferred_free.h),
- * and so is the output of a reduce-scatter that is reduced again; gradients are held until the compute stream waits for their
+ * gathered is held until the stream that took the memory, and the one that first writes to it, wait for its last use
+ * (deferred_free.h), and so is the output of a reduce-scatter that is reduced again; gradients are held until the compute stream waits for their
  * packing; what a side stream allocated is freed by anybody, as it is taken again on that stream alone, which waits for step_begin or
  * received first. Reduced shards that end as gradients are the compute stream's, which waits for them before anybody frees them.
  *
@@ -42,7 +42,7 @@ struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
     stream_event input_made, received, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
-    struct deferred_free unsharded, inputs;                                             /* of gathers */
+    struct deferred_free unsharded;                                                     /* of gathers */
     int64_t num_begins;                                                                 /* of steps, from 1 on */
     bool uploading;                 /* the host has not waited for what reads its memory */
     enum reduction_state reduction; /* written by schedule_state.c */
@@ -79,13 +79,12 @@ int schedule_begin_step(struct schedule *schedule); /* a gather of this step see
 bool schedule_wants_memory(const struct schedule *schedule);
 int schedule_begin_reserve(struct schedule *schedule);
 int schedule_end_reserve(struct schedule *schedule, int result);
-int schedule_begin_input(struct schedule *schedule); /* what a gather reads */
+int schedule_begin_input(struct schedule *schedule); /* amid a gather: what it reads */
 int schedule_end_input(struct schedule *schedule, bool uploads, int result);
 int schedule_limit(struct schedule *schedule);        /* the host waits where it is too far ahead of the device */
 int schedule_begin_gather(struct schedule *schedule); /* an all-gather */
 int schedule_end_gather(struct schedule *schedule, struct gather_mark *gather, int result);
 int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather); /* computation waits for it */
-int schedule_hold_input(struct schedule *schedule, struct buffer *input); /* until the gather has read it; or NULL */
 int schedule_note_free(struct schedule *schedule); /* storage was given back: the limiter counts that */
 /* In backward: what was freed last is the next gather's, which waits for its last use. A forward's gather does not: it would wait
  * for the forward before it. */

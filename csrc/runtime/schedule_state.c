@@ -25,14 +25,13 @@ int schedule_set_reduction(struct schedule *schedule, enum reduction_state state
 
 bool schedule_is_settled(const struct schedule *schedule) {
     return schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
-           !schedule->all_reducing && !schedule->scattered_output && !schedule->uploading &&
-           !schedule->unsharded.held && !schedule->inputs.held;
+           !schedule->all_reducing && !schedule->scattered_output && !schedule->uploading && !schedule->unsharded.held;
 }
 
 #ifdef FSDP_C_CHECK
 static bool needs_no_streams(const struct schedule *schedule) {
     return !schedule->limiter_count && !schedule->packs_beside && !schedule->packed_gradients && !schedule->reducing &&
-           !schedule->all_reducing && !schedule->uploading && !schedule->unsharded.held && !schedule->inputs.held;
+           !schedule->all_reducing && !schedule->uploading && !schedule->unsharded.held;
 }
 #endif
 

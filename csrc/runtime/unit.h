@@ -48,7 +48,7 @@ struct unit {
     bool sync_gradients;
     enum unit_phase phase; /* written by unit_state.c */
 
-    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, a scalar leaf; its outputs are the
+    /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its outputs are the
      * unit's cached views and its backward receives all their gradients at once. It returns no gradient for the anchor, yet
      * autograd runs the anchor's accumulation node once per backward, after every contribution: the post-backward moment. */
     PyObject *anchor;      /* owned */

@@ -1,7 +1,9 @@
 #include "torch/deferred_free.h"
 
-/* What the owner does from now on comes after the last use. */
+/* What the memory is taken for from now on comes after the last use. */
 static int wait_for_last_use(struct deferred_free *deferred) {
+    if (stream_wait(deferred->streams, deferred->writer, deferred->last_use) < 0)
+        return -1;
     return stream_wait(deferred->streams, deferred->owner, deferred->last_use);
 }
 

@@ -16,6 +16,7 @@
 struct deferred_free {
     struct streams *streams; /* borrowed */
     enum stream_role owner;  /* took the memory */
+    enum stream_role writer; /* is the first to write to it, perhaps */
     enum stream_role user;   /* uses it last */
     struct buffer *held;     /* borrowed, or NULL; forgotten before it ends */
     stream_event last_use;   /* of what is held; destroyed with the streams */

@@ -176,6 +176,8 @@ int stream_give_back(struct streams *streams) {
 /* To set a stream makes its device the current one. */
 static int enter(struct streams *streams, enum stream_role role) {
     void *context = current_context();
+    if (streams->entered)
+        return set_current(streams, role);
     Py_CLEAR(streams->left_device);
     if (stream_follow(streams) < 0)
         return -1;

@@ -54,7 +54,8 @@ static inline bool streams_are_real(const struct streams *streams) {
 int stream_follow(struct streams *streams);
 /* What was the compute stream before waits for what is now: memory that was taken there has been used and given back here. */
 int stream_give_back(struct streams *streams);
-int stream_enter(struct streams *streams, enum stream_role role); /* work is enqueued there from now on */
+/* Work is enqueued there from now on; from there, another role's stream may be entered. */
+int stream_enter(struct streams *streams, enum stream_role role);
 int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
 int stream_record(struct streams *streams, enum stream_role role,
                   stream_event *event); /* reuses *event when not NULL */

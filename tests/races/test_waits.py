@@ -35,7 +35,6 @@ HYBRID = f"HYBRID_SHARD, {PREFETCHED}"
 # Who waits for whom, and a program that shows what for.
 NEEDED = {
     ("pre-unshard", "compute"): PREFETCHED,
-    ("pre-unshard", "unshard"): PREFETCHED,
     ("unshard", "compute"): "no limit",
     ("unshard", "pre-unshard"): PREFETCHED,
     ("compute", "unshard"): "no limit",
