@@ -25,6 +25,8 @@ IMPLEMENTATIONS = ("torch.fsdp1", "torch.fsdp2", "fsdp_c")
 ALONE = "alone"  # the model unsharded, in bf16
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
 UNIT_US = {"torch.fsdp1": 840.0, "torch.fsdp2": 1005.0, "fsdp_c": 50.0, ALONE: 0.0}
+MOST_STALLS = 4
+NEAR = 1.01  # of the bound: less is not asked of a schedule
 LARGEST_TABLE_BYTES = float(1 << 40)
 ABOUT = """\
 Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams,
@@ -77,6 +79,7 @@ class Row:
     forward_prefetch: bool = False
     free_host: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
+    offload: bool = False  # parameters, gradients and the optimizer to the CPU
 
 
 @dataclass
@@ -96,7 +99,11 @@ class Result:
     reserved_MiB: float
     between_MiB: float  # steps, once gradients are cleared
     parameters: int
-    stalls: list[tuple[float, str, str]] = field(default_factory=list)
+    stalls: list[tuple[float, str, str]] = field(default_factory=list)  # of the computing stream
+    avoidable: list[tuple[float, str, str]] = field(
+        default_factory=list
+    )  # but for the first gather, the last reduction
+    of_wire: list[tuple[float, str, str]] = field(default_factory=list)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
 
 
@@ -198,7 +205,8 @@ def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> 
     from tests.simulated_gpu import timeline
 
     gathers, scatters = taken.of(timeline.GATHER), taken.of(timeline.SCATTER)
-    ends = sum(span.end - span.begin for span in [*gathers[:1], *scatters[-1:]])
+    first_and_last = [*gathers[:1], *scatters[-1:]]
+    ends = sum(span.end - span.begin for span in first_and_last)
     optimizer = sum(span.end - span.begin for span in taken.main if "fused_adam" in span.name)
     return Result(
         row,
@@ -215,6 +223,8 @@ def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> 
         torch.cuda.memory_allocated() / 2**20,
         parameters,
         taken.stalls()[:most],
+        taken.stalls(without=first_and_last)[:MOST_STALLS],
+        taken.wire_stalls()[:MOST_STALLS],
         blocks_at_peak(memory)[:most],
     )
 
@@ -230,24 +240,49 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
     if not lines:
         raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
     fields = json.loads(lines[-1])
-    lists = {name: [tuple(each) for each in fields[name]] for name in ("stalls", "at_peak")}
+    lists = {name: [tuple(each) for each in fields[name]] for name in ("stalls", "avoidable", "of_wire", "at_peak")}
     return Result(**fields | {"row": row} | lists)
 
 
 # ---- the table
 
 
-def bound_of(alone: Result, results: list[Result]) -> float:
+@dataclass(frozen=True)
+class Bound:
     """No schedule of the shortest of these collectives is faster."""
+
+    computation_ms: float  # the model's own, the first gather and the last reduction
+    communication_ms: float
+    optimizer_ms: float
+
+    @property
+    def ms(self) -> float:
+        return max(self.computation_ms, self.communication_ms) + self.optimizer_ms
+
+
+def bound_of(alone: Result, results: list[Result]) -> Bound:
     ends = min(result.ends_ms for result in results)
     communication = min(result.communication_ms for result in results)
     optimizer = min(result.optimizer_ms for result in results)
-    return max(alone.compute_ms + ends, communication) + optimizer
+    return Bound(alone.compute_ms + ends, communication, optimizer)
+
+
+def obstacle(result: Result, alone: Result, bound: Bound) -> str:
+    """Why the step is not at the bound: the longest of what keeps the computing stream, or the wire, from its work."""
+    if result.step_ms <= NEAR * bound.ms:
+        return ""
+    if bound.communication_ms > bound.computation_ms:
+        found = [(us / 1e3, f"{what} waits for {why}") for us, what, why in result.of_wire]
+    else:
+        found = [(us / 1e3, f"{what} waits for {why}") for us, what, why in result.avoidable]
+        found.append((result.compute_ms - result.optimizer_ms - alone.compute_ms, "kernels beside the model's own"))
+    ms, text = max(found)
+    return f"{ms:.1f} ms: {text}"
 
 
 def table(results: list[Result], alone: Result) -> str:
     """Of one model on one machine, in markdown."""
-    row, bound = results[0].row, bound_of(alone, results)
+    row, bound = results[0].row, bound_of(alone, results).ms
     machine = machine_of(row.machine)
     sequence = row.sequence or MODELS[row.model].sequence
     lines = [
@@ -267,6 +302,48 @@ def table(results: list[Result], alone: Result) -> str:
             f"{each.reserved_MiB:.0f} | {each.between_MiB:.0f} | " + " | ".join(f"{time:.1f}" for time in times) + " |"
         )
     return "\n".join(lines)
+
+
+# ---- many of them, a line each
+
+STANDARD = [
+    *({"model": model, "machine": machine} for machine in ("nvlink8", "ib512", "ethernet64") for model in MODELS),
+    {"model": "0.4B", "machine": "nvlink8", "sequence": 256},
+    {"model": "1.3B", "machine": "nvlink8", "batch": 8},
+    {"model": "0.4B", "machine": "ib512", "sequence": 4096, "batch": 4},
+    {"model": "1.3B", "machine": "nvlink8", "strategy": "SHARD_GRAD_OP"},
+    {"model": "1.3B", "machine": "ib512", "strategy": "SHARD_GRAD_OP"},
+    {"model": "1.3B", "machine": "ib512", "strategy": "HYBRID_SHARD"},
+    {"model": "1.3B", "machine": "ethernet64", "strategy": "HYBRID_SHARD"},
+    {"model": "0.4B", "machine": "nvlink8", "offload": True},
+]
+LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | what holds it up |\n|---|---|---|---|---|---|---|"
+
+
+def line(results: list[Result], alone: Result) -> str:
+    """Step ms (at most), allocated and reserved MiB of each."""
+    row, bound = results[0].row, bound_of(alone, results)
+    what = [row.model, row.machine, *([row.strategy] if row.strategy != "FULL_SHARD" else [])]
+    what += ["CPU offload"] * row.offload + [f"{row.batch} x {row.sequence or MODELS[row.model].sequence}"]
+    cells = [
+        f"{each.step_ms:.1f} ({each.at_most_ms:.1f}) {each.allocated_MiB:.0f} / {each.reserved_MiB:.0f}"
+        for each in results
+    ]
+    ours = results[-1]
+    cells += [f"{ours.step_ms / bound.ms:.3f}", obstacle(ours, alone, bound)]
+    return " | ".join([f"| {', '.join(what)}", f"{bound.ms:.1f}", *cells]) + " |"
+
+
+def lines_of_standard() -> list[str]:
+    lines = [LINES_HEAD]
+    print(LINES_HEAD, flush=True)
+    with ThreadPoolExecutor(2) as pool:
+        for settings in STANDARD:
+            rows = [Row(implementation=name, **settings) for name in (ALONE, *IMPLEMENTATIONS)]  # type: ignore[arg-type]
+            alone, *results = pool.map(in_a_process, rows)
+            lines.append(line(results, alone))
+            print(lines[-1], flush=True)
+    return lines
 
 
 def most_of(result: Result) -> str:
@@ -302,6 +379,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, nargs="+", default=[0], help="tokens of one sample (the model's own)")
     parser.add_argument("--batch", type=int, default=1, help="samples per GPU")
     parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
+    parser.add_argument("--offload", action="store_true", help="CPU offload")
+    parser.add_argument(
+        "--standard", action="store_true", help="a fixed choice of rows, one line each, with what holds fsdp_c up"
+    )
     parser.add_argument("--free-host", action="store_true", help="the host costs nothing")
     parser.add_argument("--most", type=int, default=0, metavar="N", help="say the N longest waits, and most memory")
     parser.add_argument("--picture", metavar="PNG", help="the streams of the last table's steps; needs matplotlib")
@@ -319,12 +400,27 @@ def main() -> None:
         result = run_row(Row(**json.loads(given.row)), given.most, given.row_trace, given.row_spans)
         print(json.dumps(vars(result) | {"row": None}), flush=True)
         os._exit(0)  # threads of autograd may still be there
+    if given.standard:
+        written = lines_of_standard()
+        if given.markdown:
+            Path(given.markdown).write_text("\n".join(written) + "\n")
+        return
     written = []
     choices = itertools.product(given.machine, given.model, given.strategy, given.sequence)
     with ThreadPoolExecutor(2) as pool, tempfile.TemporaryDirectory() as folder:
         for machine, model, strategy, sequence in choices:
             rows = [
-                Row(name, model, machine, strategy, sequence, given.batch, given.forward_prefetch, given.free_host)
+                Row(
+                    name,
+                    model,
+                    machine,
+                    strategy,
+                    sequence,
+                    given.batch,
+                    given.forward_prefetch,
+                    given.free_host,
+                    offload=given.offload,
+                )
                 for name in (ALONE, *given.impl)
             ]
             spans = [f"{folder}/{row.implementation}" if given.picture else None for row in rows]

@@ -9,7 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
@@ -103,12 +112,14 @@ def fsdp1(row: Row, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
             mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
             backward_prefetch=BackwardPrefetch[row.backward_prefetch],
             forward_prefetch=row.forward_prefetch,
+            cpu_offload=CPUOffload(row.offload),
         )
 
 
 def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     reshards = row.strategy != "SHARD_GRAD_OP"
+    offload = CPUOffloadPolicy() if row.offload else OffloadPolicy()
     for module in (*(module for module in model.modules() if isinstance(module, Block)), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards, offload_policy=offload)
     return model

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.simulated_gpu import timeline
-from tests.simulated_gpu.timeline import COMPUTE, GATHER, Span, Step
+from tests.simulated_gpu.timeline import COMPUTE, GATHER, SCATTER, Span, Step
 
 ROOT = Path(__file__).resolve().parents[2]
 PREPARATION = """
@@ -262,6 +262,26 @@ def test_a_stall_names_what_was_waited_for() -> None:
     gather = span(0, 50, stream=3, kind=GATHER, serial=7, name="gather")  # type: ignore[arg-type]
     late = span(50, 60, ready=50, before=20, cause=7)
     assert Step(0, 60, [span(0, 20), gather, late]).stalls() == [(30, "mul", "gather on stream 3")]
+
+
+def test_a_stall_is_of_what_a_kernel_beside_waited_for_and_not_of_what_is_left_out() -> None:
+    scatter = span(10, 40, stream=4, kind=SCATTER, serial=8, name="scatter")  # type: ignore[arg-type]
+    cast = span(40, 45, stream=5, serial=9, cause=8, before=0, name="cast")  # type: ignore[arg-type]
+    last = span(45, 60, ready=45, before=10, cause=9, name="step")  # type: ignore[arg-type]
+    taken = Step(0, 60, [span(0, 10), scatter, cast, last])
+    assert taken.stalls() == [(35, "step", "scatter on stream 4")]
+    assert taken.stalls(without=[scatter]) == [(5, "step", "scatter on stream 4")]
+
+
+def test_a_stall_of_the_wire_is_the_time_between_collectives() -> None:
+    first = span(0, 20, stream=3, kind=GATHER, name="gather")  # type: ignore[arg-type]
+    kernel = span(0, 30, serial=5, name="mm")  # type: ignore[arg-type]
+    second = span(30, 50, stream=4, kind=SCATTER, cause=5, before=0, name="scatter")  # type: ignore[arg-type]
+    late = span(57, 60, stream=3, kind=GATHER, ready=20, before=20, name="gather")  # type: ignore[arg-type]
+    assert Step(0, 60, [first, kernel, second, late]).wire_stalls() == [
+        (10, "scatter", "mm on compute"),
+        (7, "gather", "the host"),
+    ]
 
 
 def test_times_of_a_step_count_overlaps_once() -> None:

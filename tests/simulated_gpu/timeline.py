@@ -110,6 +110,32 @@ def busy(spans: Sequence[Span]) -> list[Interval]:
 
 # ---- a step
 
+Stall = tuple[float, str, str]  # how long, what could not begin, and what it waited for
+
+
+class Causes:
+    """What spans waited for, other than their launch."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self._by_serial = {span.serial: span for span in spans}
+        self._by_end = {(span.stream, span.end): span for span in spans}
+
+    def of(self, span: Span) -> str:
+        """Behind kernels of side streams, what those waited for."""
+        cause = self._of(span)
+        while cause and cause.kind == COMPUTE and cause.stream > 0:
+            if cause.begin > cause.ready:
+                return "the host"
+            cause = self._of(cause)
+        return f"{cause.name} on {name_of_row(cause.stream)}" if cause else "an earlier step"
+
+    def _of(self, span: Span) -> Span | None:
+        return self._by_serial.get(span.cause) or self._by_end.get((span.stream, span.before))
+
+
+def longest(sums: dict[tuple[str, str], float], least: float) -> list[Stall]:
+    return sorted(((us, *names) for names, us in sums.items() if us >= least), reverse=True)
+
 
 @dataclass
 class Step:
@@ -168,23 +194,35 @@ class Step:
         beside = [s for s in self.spans if s.stream > 0 and s.kind == COMPUTE]
         return total(common(busy(by_memory), busy(beside)))
 
-    def stalls(self, least: float = 1.0) -> list[tuple[float, str, str]]:
-        """How long the default stream was held up, what it could not begin, and what that waited for: longest first."""
-        by_serial = {span.serial: span for span in self.spans}
+    def stalls(self, least: float = 1.0, without: Sequence[Span] = ()) -> list[Stall]:
+        """How long the default stream was held up, but for the time in which the spans of ``without`` ran."""
         sums: dict[tuple[str, str], float] = defaultdict(float)
-        host_waits = busy(self.of(HOST_WAITS))
+        host_waits, left_out, causes = busy(self.of(HOST_WAITS)), busy(without), Causes(self.spans)
         for span in self.main:
             free_from = max(span.before, self.begin)
             if span.ready > free_from:
-                cause = by_serial.get(span.cause)
-                awaited = f"{cause.name} on stream {cause.stream}" if cause else "an earlier step"
-                sums[span.name, awaited] += span.ready - free_from
+                held = [(free_from, span.ready)]
+                sums[span.name, causes.of(span)] += total(held) - total(common(held, left_out))
             late = [(max(span.ready, free_from), span.begin)] if span.begin > max(span.ready, free_from) else []
             waiting = total(common(late, host_waits))
             sums[span.name, "the host, which waits for the device"] += waiting
             sums[span.name, "the host"] += total(late) - waiting
         sums["the end", "side streams"] = self.end - max((span.end for span in self.main), default=self.begin)
-        return sorted(((us, *names) for names, us in sums.items() if us >= least), reverse=True)
+        return longest(sums, least)
+
+    def wire_stalls(self, least: float = 1.0) -> list[Stall]:
+        """How long no collective ran between the first and the last."""
+        sums: dict[tuple[str, str], float] = defaultdict(float)
+        causes, ordered = Causes(self.spans), sorted(self.of(*COMMUNICATION), key=lambda span: span.begin)
+        end = ordered[0].begin if ordered else self.begin
+        for span in ordered:
+            ready = min(span.ready, span.begin)
+            if ready > end:
+                sums[span.name, causes.of(span)] += ready - end
+            if span.begin > max(ready, end):
+                sums[span.name, "the host"] += span.begin - max(ready, end)
+            end = max(end, span.end)
+        return longest(sums, least)
 
     # ---- to look at
 
