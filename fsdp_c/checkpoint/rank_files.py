@@ -196,7 +196,7 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
 
 
 def _mesh_sizes(layout: Any) -> list[Any]:
-    """The size of each dimension of a mesh: older versions of torch save one shape, newer ones an axis of each."""
+    """The size of each dimension of a mesh: until 2.12 torch saves one shape of them all, and since an axis of each."""
     if layout.axes is None:
         return list(layout.shape) if isinstance(layout.shape, tuple) else [layout.shape]
     return [axis.shape[0] if isinstance(axis.shape, tuple) else axis.shape for axis in layout.axes]

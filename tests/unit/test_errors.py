@@ -192,9 +192,9 @@ def synchronise_a_holder(fsdp: Implementation) -> None:
 
 def torchs_words_of_a_holder() -> tuple[type[BaseException], str] | None:
     """Where torch's are others than those that ours keeps."""
-    if torch_version() < (2, 11):
+    if torch_version() < (2, 12):
         return AttributeError, "'str' object has no attribute 'device'"
-    return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 15) else None
+    return (AssertionError, "expected Tensor or CustomClassBase, got") if torch_version() >= (2, 14) else None
 
 
 CONSTRUCTION = [

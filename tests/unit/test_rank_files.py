@@ -20,7 +20,7 @@ def value(**attributes: Any) -> Value:
     return made
 
 
-LAYOUTS = {  # of a mesh of two dimensions: torch 2.10's, and torch 2.13's with either kind of shape
+LAYOUTS = {  # of a mesh of two dimensions: that of torch until 2.12, and torch 2.13's with either kind of shape
     "one shape": value(shape=(2, 2), stride=(2, 1)),
     "axes of numbers": value(axes=(value(shape=2, stride=2), value(shape=2, stride=1))),
     "axes of tuples": value(axes=(value(shape=(2,), stride=(2,)), value(shape=(2,), stride=(1,)))),
