@@ -226,6 +226,7 @@ STATE_DICTS = [
         RuntimeError,
         "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with LOCAL_STATE_DICT",
         save_locally_with_a_mesh,
+        torchs=(RuntimeError, "Found state_dict_type LOCAL_STATE_DICT"),  # after which torch 2.10 shows a tuple's repr
     ),
     Row(
         "X-135",
