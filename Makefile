@@ -134,7 +134,7 @@ test-clients: build $(VENV)/.clients
 # after an interruption. VERSIONS_FLAGS="--again" runs what failed of an earlier commit; without --discard environments stay.
 test-versions: build
 	$(BIN)/python -m tests.versions --folder $(ENVIRONMENTS) --out benchmarks/results/versions_$$(date +%F).md \
-	    $(VERSIONS_FLAGS) $(VERSIONS) --pythons $(PYTHONS)
+	    $(VERSIONS) --pythons $(PYTHONS) $(VERSIONS_FLAGS)
 
 # In a copy of its own, so that what was built in place stays. The runtimes of the sanitizers come before Python's; libstdc++ with
 # them, or exceptions of C++ end the process. nvcc does not bear them, and what memory a command takes is not what they make of it.
