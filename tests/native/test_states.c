@@ -421,12 +421,6 @@ static void receive_gradients_of_another_handle(void) {
     handle.gradients.param = &stranger;
 }
 
-static void keep_a_low_precision_shard_of_what_is_not_sharded(void) {
-    handle.param.strategy = NO_SHARD;
-    handle.param.sharded = handle.param.layout.sharded = false;
-    handle.storage.copies[0].low_precision_shard.allocated = true;
-}
-
 static void share_a_component_with_another_handle(void) {
     static struct flat_param stranger;
     handle.slots.param = &stranger;
@@ -650,7 +644,6 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {offload_a_gradient_that_stays, "!gradients->offloaded"},
         {summon_without_saying_so, "!handle->summon.full"},
         {receive_gradients_of_another_handle, "handle->gradients.param"},
-        {keep_a_low_precision_shard_of_what_is_not_sharded, "!copy->low_precision_shard"},
         {share_a_component_with_another_handle, "slots.param == &handle->param"},
         {place_no_call_in_a_layer, "layers->all[i].compiled"},
         {leave_a_unit_in_a_step, "unit->phase == PHASE_IDLE"},
