@@ -31,4 +31,5 @@ void gradients_check(const struct gradients *gradients) {
     INVARIANT(gradients->kind != GRAD_UNSHARDED || gradients->param->sharded);
     INVARIANT(!gradients->work || gradients->reduce_output);
     INVARIANT(!gradients->offloaded || gradients->storage->offload);
+    INVARIANT(!gradients->shown || gradients->kind == GRAD_SHARDED);
 }

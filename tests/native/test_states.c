@@ -421,6 +421,11 @@ static void receive_gradients_of_another_handle(void) {
     handle.gradients.param = &stranger;
 }
 
+static void watch_a_gradient_that_is_not_shown(void) {
+    handle.gradients.shown = Py_None;
+    handle.gradients.kind = GRAD_UNSHARDED;
+}
+
 static void share_a_component_with_another_handle(void) {
     static struct flat_param stranger;
     handle.slots.param = &stranger;
@@ -644,6 +649,7 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {offload_a_gradient_that_stays, "!gradients->offloaded"},
         {summon_without_saying_so, "!handle->summon.full"},
         {receive_gradients_of_another_handle, "handle->gradients.param"},
+        {watch_a_gradient_that_is_not_shown, "!gradients->shown"},
         {share_a_component_with_another_handle, "slots.param == &handle->param"},
         {place_no_call_in_a_layer, "layers->all[i].compiled"},
         {leave_a_unit_in_a_step, "unit->phase == PHASE_IDLE"},
