@@ -95,6 +95,7 @@ class Result:
     at_most_ms: float
     optimizer_ms: float
     ends_ms: float  # the first gather and the last reduction
+    requested_MiB: float
     allocated_MiB: float
     reserved_MiB: float
     between_MiB: float  # steps, once gradients are cleared
@@ -218,6 +219,7 @@ def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> 
         (taken.time + taken.contended) / 1e3,
         optimizer / 1e3,
         ends / 1e3,
+        torch.cuda.memory_stats()["requested_bytes.all.peak"] / 2**20,
         torch.cuda.max_memory_allocated() / 2**20,
         torch.cuda.max_memory_reserved() / 2**20,
         torch.cuda.memory_allocated() / 2**20,
@@ -321,12 +323,13 @@ LINES_HEAD = "| | bound | FSDP1 | FSDP2 | fsdp_c | / bound | what holds it up |\
 
 
 def line(results: list[Result], alone: Result) -> str:
-    """Step ms (at most), allocated and reserved MiB of each."""
+    """Step ms (at most), and the peaks of requested, allocated and reserved MiB of each."""
     row, bound = results[0].row, bound_of(alone, results)
     what = [row.model, row.machine, *([row.strategy] if row.strategy != "FULL_SHARD" else [])]
     what += ["CPU offload"] * row.offload + [f"{row.batch} x {row.sequence or MODELS[row.model].sequence}"]
     cells = [
-        f"{each.step_ms:.1f} ({each.at_most_ms:.1f}) {each.allocated_MiB:.0f} / {each.reserved_MiB:.0f}"
+        f"{each.step_ms:.1f} ({each.at_most_ms:.1f}) "
+        f"{each.requested_MiB:.0f} / {each.allocated_MiB:.0f} / {each.reserved_MiB:.0f}"
         for each in results
     ]
     ours = results[-1]

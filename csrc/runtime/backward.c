@@ -63,15 +63,13 @@ int unit_post_backward_reshard(struct unit *unit) {
 
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || runtime_pack(runtime, unit) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || operations.post_backward_reshard(unit) < 0)
         return -1;
-    if (operations.post_backward_reshard(unit) < 0)
-        return -1;
-    return runtime_reduce(runtime, unit);
+    return runtime_pack(runtime, unit) < 0 ? -1 : runtime_reduce(runtime, unit);
 }
 
 static int keep_unsharded(struct unit *unit) {
-    return gradients_accumulate_unsharded(&unit->handle->gradients) < 0 ? -1 : operations.post_backward_reshard(unit);
+    return operations.post_backward_reshard(unit) < 0 ? -1 : gradients_accumulate_unsharded(&unit->handle->gradients);
 }
 
 /* A hook of the user's has set the flat parameter's `.grad` to None. */

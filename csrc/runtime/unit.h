@@ -150,7 +150,7 @@ int unit_note_checkpointed(struct unit *unit); /* a forward without gradients ha
 
 int unit_pre_backward(struct unit *unit);
 int unit_post_backward(struct unit *unit);
-int unit_post_backward_reshard(struct unit *unit); /* after its gradients were packed: free, and prefetch */
+int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
 int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */

@@ -26,7 +26,7 @@ struct attribute {
     descrsetfunc set;
 };
 
-static struct attribute of_grad, of_requires_grad;
+static struct attribute of_grad, of_data, of_requires_grad;
 
 static int find_attribute(const char *name, struct attribute *attribute) {
     if (find(torch_names.parameter_type, name, &attribute->descriptor) < 0)
@@ -81,7 +81,8 @@ int torch_names_init(void) {
         goto done;
     if (find(torch, "Tensor", &torch_names.tensor_type) < 0 || find(nn, "Parameter", &torch_names.parameter_type) < 0)
         goto done;
-    if (find_attribute("grad", &of_grad) < 0 || find_attribute("requires_grad", &of_requires_grad) < 0)
+    if (find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
+        find_attribute("requires_grad", &of_requires_grad) < 0)
         goto done;
     if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0)
         goto done;
@@ -124,7 +125,7 @@ PyObject *torch_empty_pinned_like(PyObject *tensor) {
 }
 
 int torch_set_data(PyObject *tensor, PyObject *data) {
-    return PyObject_SetAttr(tensor, torch_names.data, data);
+    return write_attribute(tensor, &of_data, torch_names.data, data);
 }
 
 int torch_set_grad(PyObject *tensor, PyObject *grad) {
@@ -159,7 +160,7 @@ PyObject *torch_get_grad(PyObject *tensor) {
 }
 
 PyObject *torch_data(PyObject *tensor) {
-    return PyObject_GetAttr(tensor, torch_names.data);
+    return read_attribute(tensor, &of_data, torch_names.data);
 }
 
 int torch_requires_grad(PyObject *tensor) {
