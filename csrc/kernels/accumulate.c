@@ -18,12 +18,10 @@ static void accumulate_range(int64_t begin, int64_t end, void *context) {
 enum status kernel_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
                               enum dtype input_dtype, int64_t numel, double divisor,
                               const struct kernel_stream *stream) {
-    if (!dtype_is_known(accumulator_dtype) || !dtype_is_known(input_dtype)) {
+    if (!dtype_is_known(accumulator_dtype) || !dtype_is_known(input_dtype))
         return STATUS_UNSUPPORTED;
-    }
-    if (numel < 0) {
+    if (numel < 0)
         return STATUS_INVALID;
-    }
     struct accumulate_context context = {accumulator, input, accumulator_dtype, input_dtype, divisor};
     stream_for(stream, numel, GRAIN_NUMEL, accumulate_range, &context);
     return STATUS_OK;

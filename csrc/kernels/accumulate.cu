@@ -19,16 +19,13 @@ template <typename Out, typename In> struct accumulate_operation {
 extern "C" enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
                                        enum dtype input_dtype, int64_t numel, double divisor,
                                        const struct kernel_stream *stream) {
-    if ((unsigned)accumulator_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT) {
+    if ((unsigned)accumulator_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT)
         return STATUS_UNSUPPORTED;
-    }
-    if (numel < 0) {
+    if (numel < 0)
         return STATUS_INVALID;
-    }
     device_guard guard(stream);
-    if (guard.status != STATUS_OK) {
+    if (guard.status != STATUS_OK)
         return guard.status;
-    }
     return with_types(accumulator_dtype, input_dtype, [&](auto out, auto in) {
         using Out = decltype(out);
         using In = decltype(in);

@@ -38,11 +38,9 @@ static void adam_block(const struct adam_context *adam, int64_t begin, int64_t n
         }
     }
     loops_active()->adamw[adam->dtype](operands, numel, &adam->numbers);
-    for (int i = 0; i < ADAM_OPERANDS; i++) {
-        if (operands[i] != memory[i] && i != ADAM_GRAD) {
+    for (int i = 0; i < ADAM_OPERANDS; i++)
+        if (operands[i] != memory[i] && i != ADAM_GRAD)
             cast_block(memory[i], adam->tensor->operands[i].dtype, operands[i], adam->dtype, numel);
-        }
-    }
 }
 
 static struct adam_context adam_context_of(const struct adam_tensor *tensor, const struct adamw_options *options,
@@ -73,41 +71,34 @@ static int64_t adam_numel(const void *context, int64_t tensor) {
 static void adam_part(void *context, int64_t tensor, int64_t begin, int64_t end) {
     const struct adamw *adamw = context;
     struct adam_context adam = adam_context_of(&adamw->tensors[tensor], adamw->options, adamw->lr);
-    for (int64_t i = begin; i < end; i += adam.most) {
+    for (int64_t i = begin; i < end; i += adam.most)
         adam_block(&adam, i, end - i < adam.most ? end - i : adam.most);
-    }
 }
 
 static bool adam_steps_are_counts(const struct adam_tensor *tensors, int64_t num_tensors) {
-    for (int64_t i = 0; i < num_tensors; i++) {
-        if (!(*tensors[i].step >= 0)) {
+    for (int64_t i = 0; i < num_tensors; i++)
+        if (!(*tensors[i].step >= 0))
             return false;
-        }
-    }
     return true;
 }
 
 static double adam_lr(const struct adamw_options *options) {
     double lr = options->lr;
-    if (options->lr_memory) {
+    if (options->lr_memory)
         kernel_cast_divide(&lr, DTYPE_FLOAT64, options->lr_memory, options->lr_dtype, 1, 1.0, NULL);
-    }
     return lr;
 }
 
 enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
                          const struct kernel_stream *stream) {
     enum status status = adam_check(tensors, num_tensors, options);
-    if (status != STATUS_OK || num_tensors == 0) {
+    if (status != STATUS_OK || num_tensors == 0)
         return status;
-    }
-    if (!adam_steps_are_counts(tensors, num_tensors)) {
+    if (!adam_steps_are_counts(tensors, num_tensors))
         return STATUS_INVALID;
-    }
     struct adamw adamw = {tensors, options, adam_lr(options)};
     group_for(stream, &(struct group){num_tensors, adam_numel, adam_part, &adamw}, GRAIN_NUMEL / 4);
-    for (int64_t i = 0; i < num_tensors; i++) {
+    for (int64_t i = 0; i < num_tensors; i++)
         *tensors[i].step += 1.0f;
-    }
     return STATUS_OK;
 }

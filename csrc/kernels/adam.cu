@@ -48,9 +48,8 @@ __device__ static void load_operand(unsigned *words, const struct adam_item &ite
     size_t nbytes = item.nbytes[operand];
     const uint4 *memory = (const uint4 *)((const char *)item.operands[operand] + (size_t)i * nbytes);
     uint4 first = __ldcg(memory), second = {};
-    if (nbytes == sizeof(A)) {
+    if (nbytes == sizeof(A))
         second = __ldcg(memory + 1);
-    }
     const unsigned loaded[ADAM_WORDS] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
     memcpy(words, loaded, sizeof loaded);
 }
@@ -62,13 +61,11 @@ template <typename A> __device__ static void convert_operand(A *values, const un
             constexpr int PER_VECTOR = VECTOR_NBYTES / (int)sizeof(T);
             T loaded[adam_width<A>::VALUE];
 #pragma unroll
-            for (int v = 0; v < adam_width<A>::VALUE / PER_VECTOR; v++) {
+            for (int v = 0; v < adam_width<A>::VALUE / PER_VECTOR; v++)
                 from_words(loaded + v * PER_VECTOR, words + v * 4);
-            }
 #pragma unroll
-            for (int j = 0; j < adam_width<A>::VALUE; j++) {
+            for (int j = 0; j < adam_width<A>::VALUE; j++)
                 values[j] = converted<A>(loaded[j]);
-            }
         }
     });
 }
@@ -80,9 +77,8 @@ __device__ static void store_operand(const A *values, const struct adam_item &it
         if constexpr (fills_vectors<A>(sizeof(T))) {
             T stored[adam_width<A>::VALUE];
 #pragma unroll
-            for (int j = 0; j < adam_width<A>::VALUE; j++) {
+            for (int j = 0; j < adam_width<A>::VALUE; j++)
                 stored[j] = converted<T>(values[j]);
-            }
             store_aligned<T, adam_width<A>::VALUE>((T *)item.operands[operand] + i, stored);
         }
     });
@@ -157,34 +153,27 @@ __device__ static void step_vectors(const struct adam_item &item, int64_t i, con
     unsigned words[ADAM_OPERANDS][ADAM_WORDS] = {};
     A values[ADAM_OPERANDS][WIDTH] = {};
 #pragma unroll
-    for (int of = 0; of < ADAM_OPERANDS; of++) {
-        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest) {
+    for (int of = 0; of < ADAM_OPERANDS; of++)
+        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
             load_operand<A>(words[of], item, of, i);
-        }
-    }
 #pragma unroll
-    for (int of = 0; of < ADAM_OPERANDS; of++) {
+    for (int of = 0; of < ADAM_OPERANDS; of++)
         convert_operand<A>(values[of], words[of], item.dtypes[of]);
-    }
 #pragma unroll
     for (int j = 0; j < WIDTH; j++) {
         A operands[ADAM_OPERANDS];
 #pragma unroll
-        for (int of = 0; of < ADAM_OPERANDS; of++) {
+        for (int of = 0; of < ADAM_OPERANDS; of++)
             operands[of] = values[of][j];
-        }
         step_element(operands, has_largest, by);
 #pragma unroll
-        for (int of = 0; of < ADAM_OPERANDS; of++) {
+        for (int of = 0; of < ADAM_OPERANDS; of++)
             values[of][j] = operands[of];
-        }
     }
 #pragma unroll
-    for (int of = 0; of < ADAM_OPERANDS; of++) {
-        if (is_written(of, has_largest)) {
+    for (int of = 0; of < ADAM_OPERANDS; of++)
+        if (is_written(of, has_largest))
             store_operand<A>(values[of], item, of, i);
-        }
-    }
 }
 
 template <typename A>
@@ -192,30 +181,24 @@ __device__ static void step_one(const struct adam_item &item, int64_t i, const a
     bool has_largest = item.operands[ADAM_MAX_EXP_AVG_SQ] != nullptr;
     A operands[ADAM_OPERANDS] = {};
 #pragma unroll
-    for (int of = 0; of < ADAM_OPERANDS; of++) {
-        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest) {
+    for (int of = 0; of < ADAM_OPERANDS; of++)
+        if (of != ADAM_MAX_EXP_AVG_SQ || has_largest)
             operands[of] = load_one<A>(item, of, i);
-        }
-    }
     step_element(operands, has_largest, by);
 #pragma unroll
-    for (int of = 0; of < ADAM_OPERANDS; of++) {
-        if (is_written(of, has_largest)) {
+    for (int of = 0; of < ADAM_OPERANDS; of++)
+        if (is_written(of, has_largest))
             store_one(operands[of], item, of, i);
-        }
-    }
 }
 
 template <typename A>
 __device__ void step_chunk(const struct adam_item &item, int64_t begin, int64_t end, const adam_coefficients<A> &by) {
     constexpr int WIDTH = adam_width<A>::VALUE;
     int64_t vectored = item.aligned ? begin + (end - begin) / WIDTH * WIDTH : begin;
-    for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < vectored; i += THREADS * WIDTH) {
+    for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < vectored; i += THREADS * WIDTH)
         step_vectors<A>(item, i, by);
-    }
-    for (int64_t i = vectored + threadIdx.x; i < end; i += THREADS) {
+    for (int64_t i = vectored + threadIdx.x; i < end; i += THREADS)
         step_one<A>(item, i, by);
-    }
 }
 
 /* Thread 0 raises the powers of a tensor for the whole block. */
@@ -227,9 +210,8 @@ __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ 
         const struct adam_item &item = item_of(table.items, table.count, chunk);
         if (&item != known) {
             __syncthreads(); /* the last tensor's have been read */
-            if (threadIdx.x == 0) {
+            if (threadIdx.x == 0)
                 by = coefficients_of<A>(table.options, item);
-            }
             __syncthreads();
             known = &item;
         }
@@ -240,18 +222,16 @@ __global__ void __launch_bounds__(THREADS) step_tensors(const __grid_constant__ 
 }
 
 __global__ void __launch_bounds__(THREADS) count_steps(const __grid_constant__ struct adam_table table) {
-    for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS) {
+    for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS)
         *table.items[i].step += 1.0f;
-    }
 }
 
 /* ---- launches ---- */
 
 template <typename A> static enum status enqueue(struct adam_table *table, const struct kernel_stream *stream) {
     static_assert(sizeof(struct adam_table) <= 4096, "a launch takes 4 KiB by value");
-    if (table->num_chunks > 0) {
+    if (table->num_chunks > 0)
         ENQUEUE_WITH_BARRIERS((step_tensors<A>), cuda_blocks(table->num_chunks), stream, *table);
-    }
     enum status status = cuda_status(cudaGetLastError());
     if (table->count > 0 && status == STATUS_OK) {
         ENQUEUE(count_steps, 1, stream, *table);
@@ -289,12 +269,10 @@ static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_
     table.num_chunks = 0;
     for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
         bool is_double = tensors[i].operands[ADAM_PARAM].dtype == DTYPE_FLOAT64;
-        if (is_double == is_same_type<A, double>::value) {
+        if (is_double == is_same_type<A, double>::value)
             add_item<A>(&table, &tensors[i]);
-        }
-        if (table.count == (int32_t)ADAM_ITEMS) {
+        if (table.count == (int32_t)ADAM_ITEMS)
             status = enqueue<A>(&table, stream);
-        }
     }
     return status == STATUS_OK ? enqueue<A>(&table, stream) : status;
 }
@@ -302,9 +280,8 @@ static enum status step_those_in(const struct adam_tensor *tensors, int64_t num_
 extern "C" enum status cuda_adamw(const struct adam_tensor *tensors, int64_t num_tensors,
                                   const struct adamw_options *options, const struct kernel_stream *stream) {
     enum status status = adam_check(tensors, num_tensors, options);
-    if (status != STATUS_OK || num_tensors == 0) {
+    if (status != STATUS_OK || num_tensors == 0)
         return status;
-    }
     device_guard guard(stream);
     status = guard.status == STATUS_OK ? step_those_in<float>(tensors, num_tensors, options, stream) : guard.status;
     return status == STATUS_OK ? step_those_in<double>(tensors, num_tensors, options, stream) : status;

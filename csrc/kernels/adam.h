@@ -43,14 +43,11 @@ static inline bool adam_has_operand(const struct adam_tensor *tensor, int operan
 static inline enum status adam_check(const struct adam_tensor *tensors, int64_t num_tensors,
                                      const struct adamw_options *options) {
     for (int64_t i = 0; i < num_tensors; i++) {
-        for (int operand = 0; operand < ADAM_OPERANDS; operand++) {
-            if (adam_has_operand(&tensors[i], operand) && (unsigned)tensors[i].operands[operand].dtype >= DTYPE_COUNT) {
+        for (int operand = 0; operand < ADAM_OPERANDS; operand++)
+            if (adam_has_operand(&tensors[i], operand) && (unsigned)tensors[i].operands[operand].dtype >= DTYPE_COUNT)
                 return STATUS_UNSUPPORTED;
-            }
-        }
-        if (tensors[i].numel < 0 || !tensors[i].step) {
+        if (tensors[i].numel < 0 || !tensors[i].step)
             return STATUS_INVALID;
-        }
     }
     bool has_lr = num_tensors == 0 || !options->lr_memory || (unsigned)options->lr_dtype < DTYPE_COUNT;
     return has_lr ? STATUS_OK : STATUS_UNSUPPORTED;

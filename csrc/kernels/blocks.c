@@ -14,9 +14,8 @@ static bool has_exact_inverse(double divisor, enum dtype dtype) {
 }
 
 void cast_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel) {
-    if (numel <= 0 || (output == input && output_dtype == input_dtype)) {
+    if (numel <= 0 || (output == input && output_dtype == input_dtype))
         return;
-    }
     if (output_dtype == input_dtype) {
         memcpy(output, input, (size_t)(numel * dtype_nbytes(output_dtype)));
         return;
@@ -38,15 +37,14 @@ static void cast_then_divide(char *output, enum dtype output_dtype, const char *
 void cast_divide_block(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype, int64_t numel,
                        double divisor) {
     const struct loops *loops = loops_active();
-    if (divisor == 1.0) {
+    if (divisor == 1.0)
         cast_block(output, output_dtype, input, input_dtype, numel);
-    } else if (!loops->cast_divide[output_dtype][input_dtype]) {
+    else if (!loops->cast_divide[output_dtype][input_dtype])
         cast_then_divide(output, output_dtype, input, input_dtype, numel, divisor);
-    } else if (has_exact_inverse(divisor, output_dtype)) {
+    else if (has_exact_inverse(divisor, output_dtype))
         loops->cast_multiply[output_dtype][input_dtype](output, input, numel, 1.0 / divisor);
-    } else {
+    else
         loops->cast_divide[output_dtype][input_dtype](output, input, numel, divisor);
-    }
 }
 
 /* In three steps, where there is no loop for the pair. */
@@ -67,15 +65,14 @@ static void divide_cast_and_add(char *accumulator, enum dtype accumulator_dtype,
 void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input, enum dtype input_dtype,
                       int64_t numel, double divisor) {
     const struct loops *loops = loops_active();
-    if (!loops->add[accumulator_dtype][input_dtype]) {
+    if (!loops->add[accumulator_dtype][input_dtype])
         divide_cast_and_add(accumulator, accumulator_dtype, input, input_dtype, numel, divisor);
-    } else if (divisor == 1.0) {
+    else if (divisor == 1.0)
         loops->add[accumulator_dtype][input_dtype](accumulator, input, numel);
-    } else if (has_exact_inverse(divisor, input_dtype)) {
+    else if (has_exact_inverse(divisor, input_dtype))
         loops->add_multiplied[accumulator_dtype][input_dtype](accumulator, input, numel, 1.0 / divisor);
-    } else {
+    else
         loops->add_divided[accumulator_dtype][input_dtype](accumulator, input, numel, divisor);
-    }
 }
 
 /* A number as a 0-dim tensor of the dtype holds it. */
@@ -107,17 +104,15 @@ static void group_range(int64_t begin, int64_t end, void *context) {
         int64_t numel = group->numel(group->context, i);
         int64_t from = begin > start ? begin - start : 0;
         int64_t to = end - start < numel ? end - start : numel;
-        if (from < to) {
+        if (from < to)
             group->body(group->context, i, from, to);
-        }
         start += numel;
     }
 }
 
 void group_for(const struct kernel_stream *stream, const struct group *group, int64_t grain) {
     int64_t total = 0;
-    for (int64_t i = 0; i < group->num_tensors; i++) {
+    for (int64_t i = 0; i < group->num_tensors; i++)
         total += group->numel(group->context, i);
-    }
     stream_for(stream, total, grain, group_range, (void *)group);
 }

@@ -36,9 +36,8 @@ static inline bool dtype_is_known(enum dtype dtype) {
 /* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */
 static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain, kernel_body body,
                               void *context) {
-    if (numel <= 0) {
+    if (numel <= 0)
         return;
-    }
     if (numel <= grain || !stream || !stream->parallel_for) {
         body(0, numel, context);
         return;

@@ -18,12 +18,10 @@ static void cast_divide_range(int64_t begin, int64_t end, void *context) {
 
 enum status kernel_cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
                                int64_t numel, double divisor, const struct kernel_stream *stream) {
-    if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype)) {
+    if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
         return STATUS_UNSUPPORTED;
-    }
-    if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0)) {
+    if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0))
         return STATUS_INVALID;
-    }
     struct cast_context context = {output, input, output_dtype, input_dtype, divisor};
     stream_for(stream, numel, GRAIN_NUMEL, cast_divide_range, &context);
     return STATUS_OK;

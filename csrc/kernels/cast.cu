@@ -16,16 +16,13 @@ extern "C" enum status cuda_cast_divide(void *output, enum dtype output_dtype, c
                                         enum dtype input_dtype, int64_t numel, double divisor,
                                         const struct kernel_stream *stream) {
     struct segment_table table;
-    if ((unsigned)output_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT) {
+    if ((unsigned)output_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT)
         return STATUS_UNSUPPORTED;
-    }
-    if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0)) {
+    if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0))
         return STATUS_INVALID;
-    }
     device_guard guard(stream);
-    if (guard.status != STATUS_OK) {
+    if (guard.status != STATUS_OK)
         return guard.status;
-    }
     table.count = 0;
     table_add(&table, output, input, numel, 0);
     return cuda_cast_segments(&table, output_dtype, input_dtype, divisor, stream);

@@ -42,13 +42,10 @@ static uint64_t checksum_of(const struct byte_range *range, const struct kernel_
 
 enum status kernel_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
                              const struct kernel_stream *stream) {
-    for (int64_t i = 0; i < num_ranges; i++) {
-        if (ranges[i].nbytes < 0) {
+    for (int64_t i = 0; i < num_ranges; i++)
+        if (ranges[i].nbytes < 0)
             return STATUS_INVALID;
-        }
-    }
-    for (int64_t i = 0; i < num_ranges; i++) {
+    for (int64_t i = 0; i < num_ranges; i++)
         checksums[i] = checksum_of(&ranges[i], stream);
-    }
     return STATUS_OK;
 }

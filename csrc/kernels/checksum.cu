@@ -44,9 +44,8 @@ __device__ static uint64_t word_at(const struct checksum_item &item, int64_t ind
         const uint32_t *halves = (const uint32_t *)data;
         return halves[0] | (uint64_t)halves[1] << 32;
     }
-    for (int i = 0; i < WORD_NBYTES && i < nbytes; i++) {
+    for (int i = 0; i < WORD_NBYTES && i < nbytes; i++)
         word |= (uint64_t)data[i] << 8 * i;
-    }
     return word;
 }
 
@@ -55,9 +54,8 @@ __device__ static uint64_t sum_vectors(const struct checksum_item &item, int64_t
     uint64_t words[VECTORS_AT_ONCE][2];
     uint64_t sum = 0;
 #pragma unroll
-    for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+    for (int v = 0; v < VECTORS_AT_ONCE; v++)
         load<uint64_t, 2>(words[v], (const uint64_t *)item.data + first + v * THREADS * 2, true);
-    }
 #pragma unroll
     for (int v = 0; v < VECTORS_AT_ONCE; v++) {
         int64_t i = first + v * THREADS * 2;
@@ -70,19 +68,16 @@ __device__ static uint64_t sum_vectors(const struct checksum_item &item, int64_t
 __device__ static uint64_t sum_chunk(const struct checksum_item &item, int64_t begin, int64_t end) {
     uint64_t sum = 0;
     bool aligned = is_aligned(item.data);
-    for (; aligned && (begin + WORDS_AT_ONCE) * WORD_NBYTES <= item.nbytes && begin < end; begin += WORDS_AT_ONCE) {
+    for (; aligned && (begin + WORDS_AT_ONCE) * WORD_NBYTES <= item.nbytes && begin < end; begin += WORDS_AT_ONCE)
         sum += sum_vectors(item, begin + (int64_t)threadIdx.x * 2);
-    }
-    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
+    for (int64_t i = begin + threadIdx.x; i < end; i += THREADS)
         sum += checksum_term(word_at(item, i), i);
-    }
     return sum;
 }
 
 __global__ void __launch_bounds__(THREADS) start_sums(const __grid_constant__ struct checksum_table table) {
-    for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS) {
+    for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS)
         table.sums[i] = (unsigned long long)table.items[i].nbytes;
-    }
 }
 
 __global__ void __launch_bounds__(THREADS) add_chunks(const __grid_constant__ struct checksum_table table) {
@@ -92,24 +87,21 @@ __global__ void __launch_bounds__(THREADS) add_chunks(const __grid_constant__ st
         int64_t end = begin + CHUNK_WORDS;
         int64_t words = words_in(item.nbytes);
         uint64_t sum = join_block(sum_chunk(item, begin, end < words ? end : words), addition());
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0)
             atomicAdd(&table.sums[&item - table.items], (unsigned long long)sum);
-        }
     }
 }
 
 __global__ void __launch_bounds__(THREADS) finish_sums(const __grid_constant__ struct checksum_table table) {
-    for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS) {
+    for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS)
         table.sums[i] = checksum_mixed(table.sums[i]);
-    }
 }
 
 static enum status enqueue(const struct checksum_table &table, const struct kernel_stream *stream) {
     static_assert(sizeof(struct checksum_table) <= 4096, "a launch takes 4 KiB by value");
     ENQUEUE(start_sums, 1, stream, table);
-    if (table.num_chunks > 0) {
+    if (table.num_chunks > 0)
         ENQUEUE_WITH_BARRIERS(add_chunks, cuda_blocks(table.num_chunks), stream, table);
-    }
     ENQUEUE(finish_sums, 1, stream, table);
     return cuda_status(cudaGetLastError());
 }
@@ -129,11 +121,9 @@ static void fill_table(struct checksum_table *table, uint64_t *checksums, const 
 extern "C" enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
                                       const struct kernel_stream *stream) {
     struct checksum_table table;
-    for (int64_t i = 0; i < num_ranges; i++) {
-        if (ranges[i].nbytes < 0) {
+    for (int64_t i = 0; i < num_ranges; i++)
+        if (ranges[i].nbytes < 0)
             return STATUS_INVALID;
-        }
-    }
     device_guard guard(stream);
     enum status status = guard.status;
     for (int64_t next = 0; next < num_ranges && status == STATUS_OK; next += table.count) {

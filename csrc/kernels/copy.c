@@ -24,14 +24,11 @@ static void copy_part(void *context, int64_t index, int64_t begin, int64_t end) 
 
 enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
                                const struct kernel_stream *stream) {
-    if (!dtype_is_known(dtype)) {
+    if (!dtype_is_known(dtype))
         return STATUS_UNSUPPORTED;
-    }
-    for (int64_t i = 0; i < num_ranges; i++) {
-        if (ranges[i].numel < 0) {
+    for (int64_t i = 0; i < num_ranges; i++)
+        if (ranges[i].numel < 0)
             return STATUS_INVALID;
-        }
-    }
     struct copy copy = {output, ranges, dtype_nbytes(dtype)};
     group_for(stream, &(struct group){num_ranges, copy_numel, copy_part, &copy}, GRAIN_NUMEL);
     return STATUS_OK;
@@ -53,14 +50,12 @@ static void fill_part(int64_t begin, int64_t end, void *context) {
 
 enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
                         const struct kernel_stream *stream) {
-    if (!dtype_is_known(dtype)) {
+    if (!dtype_is_known(dtype))
         return STATUS_UNSUPPORTED;
-    }
     struct fill_context context = {.output = output, .element_nbytes = dtype_nbytes(dtype)};
     int64_t pattern_numel = numel < BLOCK_NUMEL ? numel : BLOCK_NUMEL;
-    for (int64_t i = 0; i < pattern_numel; i++) {
+    for (int64_t i = 0; i < pattern_numel; i++)
         cast_block(context.pattern.bytes + i * context.element_nbytes, dtype, &value, DTYPE_FLOAT64, 1);
-    }
     stream_for(stream, numel, GRAIN_NUMEL, fill_part, &context);
     return STATUS_OK;
 }

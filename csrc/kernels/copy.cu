@@ -25,9 +25,8 @@ static enum status copy_ranges(T *output, const struct copy_range *ranges, int64
             table_add(&table, output + range.output_offset, (const T *)range.input + range.input_offset, range.numel,
                       0);
         }
-        if (table_is_full(&table)) {
+        if (table_is_full(&table))
             status = enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream);
-        }
     }
     return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream) : status;
 }
@@ -35,9 +34,8 @@ static enum status copy_ranges(T *output, const struct copy_range *ranges, int64
 extern "C" enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
                                         int64_t num_ranges, const struct kernel_stream *stream) {
     device_guard guard(stream);
-    if (guard.status != STATUS_OK) {
+    if (guard.status != STATUS_OK)
         return guard.status;
-    }
     switch (dtype) { /* as integers of their size: a copy never changes a NaN */
     case DTYPE_BFLOAT16:
     case DTYPE_FLOAT16:
@@ -66,9 +64,8 @@ template <typename T> struct fill_operation {
 extern "C" enum status cuda_fill(void *output, enum dtype dtype, int64_t numel, double value,
                                  const struct kernel_stream *stream) {
     device_guard guard(stream);
-    if (guard.status != STATUS_OK) {
+    if (guard.status != STATUS_OK)
         return guard.status;
-    }
     return with_type(dtype, [&](auto out) {
         using Out = decltype(out);
         struct segment_table table;

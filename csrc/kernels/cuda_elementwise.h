@@ -42,9 +42,8 @@ template <typename T> __device__ inline void from_words(T *values, const unsigne
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < VECTOR_NBYTES / (int)sizeof(T); i++) {
+        for (int i = 0; i < VECTOR_NBYTES / (int)sizeof(T); i++)
             memcpy(&values[i], words + i * sizeof(T) / 4, sizeof(T));
-        }
     }
 }
 
@@ -59,9 +58,8 @@ template <typename T> __device__ inline void to_words(unsigned *words, const T *
         }
     } else {
 #pragma unroll
-        for (int i = 0; i < VECTOR_NBYTES / (int)sizeof(T); i++) {
+        for (int i = 0; i < VECTOR_NBYTES / (int)sizeof(T); i++)
             memcpy(words + i * sizeof(T) / 4, &values[i], sizeof(T));
-        }
     }
 }
 
@@ -78,9 +76,8 @@ template <typename T, int COUNT> __device__ inline void load(T *values, const T 
         return;
     }
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) {
+    for (int i = 0; i < COUNT; i++)
         values[i] = memory[i];
-    }
 }
 
 template <typename T, int COUNT> __device__ inline void store_aligned(T *memory, const T *values) {
@@ -139,16 +136,14 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
     Operation operation;
 
     __device__ Out value(int64_t i) const {
-        if (i >= numel) {
+        if (i >= numel)
             return Out();
-        }
         return operation(Operation::READS_OUTPUT ? output[i] : Out(), Operation::READS_INPUT ? input[i] : In());
     }
 
     __device__ void one_by_one(int64_t begin, int64_t end) const {
-        for (int64_t i = begin + threadIdx.x; i < end; i += THREADS) {
+        for (int64_t i = begin + threadIdx.x; i < end; i += THREADS)
             output[i] = value(i);
-        }
     }
 
     /* Whole steps, all with an input: every load is issued before the first store. */
@@ -161,12 +156,10 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
 #pragma unroll
         for (int d = 0; d < shape::DEPTH; d++) {
             int64_t i = first + d * shape::BLOCK_NUMEL;
-            if (Operation::READS_INPUT) {
+            if (Operation::READS_INPUT)
                 load<In, shape::NUMEL>(in[d], input + i, aligned);
-            }
-            if (Operation::READS_OUTPUT) {
+            if (Operation::READS_OUTPUT)
                 load<Out, shape::NUMEL>(out[d], output + i, true);
-            }
         }
 #pragma unroll
         for (int d = 0; d < shape::DEPTH; d++) {
@@ -186,9 +179,8 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
         for (int64_t i = begin + (int64_t)threadIdx.x * shape::NUMEL; i < vectored; i += shape::BLOCK_NUMEL) {
             Out out[shape::NUMEL];
 #pragma unroll
-            for (int j = 0; j < shape::NUMEL; j++) {
+            for (int j = 0; j < shape::NUMEL; j++)
                 out[j] = value(i + j);
-            }
             store_aligned<Out, shape::NUMEL>(output + i, out);
         }
         one_by_one(vectored, end);
@@ -197,14 +189,12 @@ template <typename Out, typename In, typename Operation> struct chunk_worker {
     __device__ void run(int64_t chunk, int64_t head, int64_t total) const {
         int64_t begin = head + chunk * step<Out, In>::CHUNK_NUMEL;
         int64_t end = begin + step<Out, In>::CHUNK_NUMEL;
-        if (chunk == 0) {
+        if (chunk == 0)
             one_by_one(0, head);
-        }
-        if (end <= numel) {
+        if (end <= numel)
             whole(begin);
-        } else {
+        else
             ragged(begin, end < total ? end : total);
-        }
     }
 };
 
@@ -216,11 +206,10 @@ template <typename Item> __device__ inline const Item &item_of(const Item *items
     int32_t high = count;
     while (high - low > 1) {
         int32_t middle = (low + high) / 2;
-        if (items[middle].first_chunk <= chunk) {
+        if (items[middle].first_chunk <= chunk)
             low = middle;
-        } else {
+        else
             high = middle;
-        }
     }
     return items[low];
 }
@@ -248,18 +237,16 @@ enum status enqueue_elementwise(struct segment_table *table, const Operation &op
         chunks += chunks_of<Out, In>(table->segments[i]);
     }
     table->num_chunks = chunks;
-    if (chunks > 0) {
+    if (chunks > 0)
         ENQUEUE((elementwise<Out, In, Operation>), cuda_blocks(chunks), stream, *table, operation);
-    }
     table->count = 0;
     return cuda_status(cudaGetLastError());
 }
 
 /* A segment without elements would make item_of ambiguous, and has no work. */
 inline void table_add(struct segment_table *table, void *output, const void *input, int64_t numel, int64_t zeros) {
-    if (numel + zeros > 0) {
+    if (numel + zeros > 0)
         table->segments[table->count++] = {output, input, numel, zeros, 0};
-    }
 }
 
 inline bool table_is_full(const struct segment_table *table) {
@@ -274,12 +261,10 @@ enum status enqueue_of_dtype(enum dtype dtype, const struct tensor_view *tensors
     enum status status = STATUS_OK;
     table.count = 0;
     for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
-        if (tensors[i].dtype == dtype) {
+        if (tensors[i].dtype == dtype)
             table_add(&table, tensors[i].data, nullptr, numels[i], 0);
-        }
-        if (table_is_full(&table)) {
+        if (table_is_full(&table))
             status = enqueue_elementwise<T, T>(&table, operation, stream);
-        }
     }
     return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, operation, stream) : status;
 }
@@ -288,11 +273,9 @@ enum status enqueue_of_dtype(enum dtype dtype, const struct tensor_view *tensors
 template <typename Make>
 enum status enqueue_in_place(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                              const struct kernel_stream *stream, Make make_operation) {
-    for (int64_t i = 0; i < num_tensors; i++) {
-        if ((unsigned)tensors[i].dtype >= DTYPE_COUNT) {
+    for (int64_t i = 0; i < num_tensors; i++)
+        if ((unsigned)tensors[i].dtype >= DTYPE_COUNT)
             return STATUS_UNSUPPORTED;
-        }
-    }
     device_guard guard(stream);
     enum status status = guard.status;
     for (int of = 0; of < DTYPE_COUNT && status == STATUS_OK; of++) {

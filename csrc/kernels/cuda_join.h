@@ -11,9 +11,8 @@ template <typename A, typename Kind> __device__ A join_block(A value, const Kind
     values[threadIdx.x] = value;
     __syncthreads();
     for (unsigned width = THREADS / 2; width > 0; width /= 2) {
-        if (threadIdx.x < width) {
+        if (threadIdx.x < width)
             values[threadIdx.x] = kind.joined(values[threadIdx.x], values[threadIdx.x + width]);
-        }
         __syncthreads();
     }
     return values[0];

@@ -58,9 +58,8 @@ __host__ __device__ inline float float_from_float16(float16 value) {
 #else
     uint32_t sign = ((uint32_t)value.bits & 0x8000u) << 16;
     uint32_t magnitude = (uint32_t)value.bits & 0x7fffu;
-    if (magnitude >= 0x7c00u) {
+    if (magnitude >= 0x7c00u)
         return float_of_bits(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-    }
     return float_of_bits(sign | bits_of_float(float_of_bits(magnitude << 13) * 0x1p112f)); /* exact */
 #endif
 }
@@ -73,13 +72,12 @@ __host__ __device__ inline float16 float16_from_float(float value) {
     uint32_t bits = bits_of_float(value);
     uint32_t sign = (bits >> 16) & 0x8000u;
     uint32_t magnitude = bits & 0x7fffffffu;
-    if (magnitude >= 0x47800000u) { /* 2^16 and above, infinity, NaN */
+    if (magnitude >= 0x47800000u) /* 2^16 and above, infinity, NaN */
         magnitude = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-    } else if (magnitude < 0x38800000u) { /* denormals: rounded by an addition at their last place */
+    else if (magnitude < 0x38800000u) /* denormals: rounded by an addition at their last place */
         magnitude = bits_of_float(float_of_bits(magnitude) + 0.5f) - 0x3f000000u;
-    } else {
+    else
         magnitude = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-    }
     result.bits = (uint16_t)(sign | magnitude);
 #endif
     return result;
@@ -115,11 +113,10 @@ template <typename A> struct is_same_type<A, A> {
 
 /* A cast to the same type is a copy, of a NaN too. */
 template <typename To, typename From> __host__ __device__ inline To converted(From value) {
-    if constexpr (is_same_type<To, From>::value) {
+    if constexpr (is_same_type<To, From>::value)
         return value;
-    } else {
+    else
         return element<To>::store((arithmetic_of<To>)element<From>::load(value));
-    }
 }
 
 /* Call body(type) with a value of the type of a dtype below DTYPE_COUNT. A body is of the side that calls. */

@@ -12,9 +12,8 @@ static bool processor_has(const struct loops *loops) {
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && processor_has(&loops_avx2);
     }
-    if (loops == &loops_avx2) {
+    if (loops == &loops_avx2)
         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    }
 #endif
     return loops == &loops_default;
 }
@@ -29,19 +28,16 @@ static const struct loops *const versions[] = {
 enum { NUM_VERSIONS = sizeof versions / sizeof versions[0] };
 
 const struct loops *loops_version(int index) {
-    for (int i = 0; i < NUM_VERSIONS; i++) {
-        if (processor_has(versions[i]) && index-- == 0) {
+    for (int i = 0; i < NUM_VERSIONS; i++)
+        if (processor_has(versions[i]) && index-- == 0)
             return versions[i];
-        }
-    }
     return NULL;
 }
 
 bool loops_use(const char *name) {
     const struct loops *loops = loops_version(0);
-    for (int i = 1; loops && name && strcmp(loops->name, name) != 0; i++) {
+    for (int i = 1; loops && name && strcmp(loops->name, name) != 0; i++)
         loops = loops_version(i);
-    }
     active = loops ? loops : active;
     return loops != NULL;
 }

@@ -156,9 +156,8 @@ static bool any_is_nan(floats values) {
     float lanes[FLOATS];
     bool found = false;
     memcpy(lanes, &values, sizeof lanes);
-    for (int lane = 0; lane < FLOATS; lane++) {
+    for (int lane = 0; lane < FLOATS; lane++)
         found |= lanes[lane] != lanes[lane];
-    }
     return found;
 }
 
@@ -392,9 +391,8 @@ static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words
     words keys;
     words sums = words_of(0);
     int64_t i = 0;
-    for (int lane = 0; lane < WORDS; lane++) {
+    for (int lane = 0; lane < WORDS; lane++)
         lanes[lane] = (uint64_t)(first_word + lane + 1) * CHECKSUM_STEP;
-    }
     memcpy(&keys, lanes, sizeof keys);
     for (; i + WORDS <= num_words; i += WORDS) {
         words values = words_load((const char *)data + i * (int64_t)sizeof *lanes) ^ keys;
@@ -402,9 +400,8 @@ static uint64_t checksum(const void *data, int64_t first_word, int64_t num_words
         keys += words_of(WORDS * CHECKSUM_STEP);
     }
     memcpy(lanes, &sums, sizeof sums);
-    for (int lane = 0; lane < WORDS; lane++) {
+    for (int lane = 0; lane < WORDS; lane++)
         sum += lanes[lane];
-    }
     for (; i < num_words; i++) {
         uint64_t word;
         memcpy(&word, (const char *)data + i * (int64_t)sizeof word, sizeof word);

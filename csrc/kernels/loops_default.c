@@ -108,9 +108,8 @@ static inline floats floats_add_product(floats sum, floats a, floats b) {
  * of the two numbers around it, where it is none, the one whose last bit is set. */
 static inline floats floats_fused(floats sum, floats a, floats b) {
 #ifdef __FP_FAST_FMAF
-    for (int lane = 0; lane < FLOATS; lane++) {
+    for (int lane = 0; lane < FLOATS; lane++)
         sum[lane] = fmaf(a[lane], b[lane], sum[lane]);
-    }
     return sum;
 #else
     doubles product = __builtin_convertvector(a, doubles) * __builtin_convertvector(b, doubles);
@@ -128,9 +127,8 @@ static inline floats floats_fused(floats sum, floats a, floats b) {
 }
 
 static inline floats floats_root(floats values) {
-    for (int lane = 0; lane < FLOATS; lane++) {
+    for (int lane = 0; lane < FLOATS; lane++)
         values[lane] = sqrtf(values[lane]);
-    }
     return values;
 }
 

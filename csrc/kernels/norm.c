@@ -53,9 +53,8 @@ static enum dtype arithmetic_of(enum dtype dtype) {
 /* Elements from `begin` on, at most a block, in the arithmetic type. */
 static const void *load_block(union block *scratch, const struct tensor_view *view, int64_t begin, int64_t numel) {
     const char *input = (const char *)view->data + begin * dtype_nbytes(view->dtype);
-    if (view->dtype == arithmetic_of(view->dtype)) {
+    if (view->dtype == arithmetic_of(view->dtype))
         return input;
-    }
     cast_block(scratch->bytes, DTYPE_FLOAT32, input, view->dtype, numel);
     return scratch->bytes;
 }
@@ -80,12 +79,10 @@ struct two_norms {
 
 static bool two_norm_begin(struct two_norm *norm, struct two_norms *range) {
     const int64_t *numels = range->norms->numels;
-    while (range->next < range->end && numels[range->next] <= 1) {
+    while (range->next < range->end && numels[range->next] <= 1)
         range->next++;
-    }
-    if (range->next == range->end) {
+    if (range->next == range->end)
         return false;
-    }
     enum dtype dtype = range->norms->tensors[range->next].dtype;
     int64_t num_lanes = dtype == DTYPE_FLOAT64 ? (int64_t)double_lanes : (int64_t)float_lanes;
     int64_t numel = numels[range->next];
@@ -100,11 +97,10 @@ static void two_norm_finish(const struct norms *norms, const struct two_norm *no
     union block scratch;
     const void *tail = load_block(&scratch, view, norm->vectored, rest);
     char *output = norms->output + norm->tensor * dtype_nbytes(arithmetic_of(view->dtype));
-    if (view->dtype == DTYPE_FLOAT64) {
+    if (view->dtype == DTYPE_FLOAT64)
         double_finish(output, norm->lanes.as_double, tail, rest, fused_tail);
-    } else {
+    else
         float_finish(output, norm->lanes.as_float, tail, rest, fused_tail);
-    }
 }
 
 static enum dtype dtype_of(const struct norms *norms, const struct two_norm *norm) {
@@ -129,9 +125,8 @@ static void two_norms_add_four(const struct norms *norms, struct two_norm *curre
         count = left < count ? left : count;
     }
     loops_active()->squares_of_four[dtype_of(norms, current)](lanes, inputs, count);
-    for (int i = 0; i < AT_ONCE; i++) {
+    for (int i = 0; i < AT_ONCE; i++)
         current[i].position += count;
-    }
 }
 
 /* Add all that each of them has left. */
@@ -145,11 +140,9 @@ static void two_norms_add_each(const struct norms *norms, struct two_norm *curre
 }
 
 static bool is_alike(const struct norms *norms, const struct two_norm *current) {
-    for (int i = 1; i < AT_ONCE; i++) {
-        if (dtype_of(norms, &current[i]) != dtype_of(norms, current)) {
+    for (int i = 1; i < AT_ONCE; i++)
+        if (dtype_of(norms, &current[i]) != dtype_of(norms, current))
             return false;
-        }
-    }
     return true;
 }
 
@@ -159,17 +152,14 @@ static void two_norms_range(const struct norms *norms, int64_t begin, int64_t en
     struct two_norm current[AT_ONCE];
     int num_current = 0;
     for (;;) {
-        while (num_current < AT_ONCE && two_norm_begin(&current[num_current], &range)) {
+        while (num_current < AT_ONCE && two_norm_begin(&current[num_current], &range))
             num_current++;
-        }
-        if (num_current == 0) {
+        if (num_current == 0)
             return;
-        }
-        if (num_current == AT_ONCE && is_alike(norms, current)) {
+        if (num_current == AT_ONCE && is_alike(norms, current))
             two_norms_add_four(norms, current);
-        } else {
+        else
             two_norms_add_each(norms, current, num_current);
-        }
         for (int i = num_current - 1; i >= 0; i--) {
             if (current[i].position == current[i].vectored) {
                 two_norm_finish(norms, &current[i]);
@@ -201,13 +191,11 @@ struct power_sum {
 };
 
 static void raise_block(void *output, const void *input, bool is_double, int64_t numel, double p) {
-    for (int64_t i = 0; i < numel; i++) {
-        if (is_double) {
+    for (int64_t i = 0; i < numel; i++)
+        if (is_double)
             ((double *)output)[i] = pow(fabs(((const double *)input)[i]), p);
-        } else {
+        else
             ((float *)output)[i] = powf(fabsf(((const float *)input)[i]), (float)p);
-        }
-    }
 }
 
 static void sum_chunks(int64_t begin, int64_t end, void *context) {
@@ -239,21 +227,18 @@ static void sum_chunks(int64_t begin, int64_t end, void *context) {
 static void norm_power(void *norm, const struct tensor_view *view, int64_t numel, double p,
                        const struct kernel_stream *stream) {
     struct power_sum power = {.view = view, .numel = numel, .chunk_numel = LEAST_CHUNK_NUMEL, .p = p};
-    while (power.chunk_numel * MOST_CHUNKS < numel) {
+    while (power.chunk_numel * MOST_CHUNKS < numel)
         power.chunk_numel *= 2;
-    }
     int64_t num_chunks = (numel + power.chunk_numel - 1) / power.chunk_numel;
     double sum = 0;
     stream_for(stream, num_chunks, 1, sum_chunks, &power);
-    for (int64_t chunk = 0; chunk < num_chunks; chunk++) {
+    for (int64_t chunk = 0; chunk < num_chunks; chunk++)
         sum += power.sums[chunk];
-    }
     sum = p == 1.0 ? sum : pow(sum, 1.0 / p);
-    if (view->dtype == DTYPE_FLOAT64) {
+    if (view->dtype == DTYPE_FLOAT64)
         memcpy(norm, &sum, sizeof sum);
-    } else {
+    else
         memcpy(norm, &(float){(float)sum}, sizeof(float));
-    }
 }
 
 /* torch takes the magnitude of a single element, whose power might overflow. */
@@ -264,26 +249,22 @@ static void norms_range(int64_t begin, int64_t end, void *context) {
         int64_t nbytes = dtype_nbytes(arithmetic_of(view->dtype));
         void *norm = norms->output + i * nbytes;
         memset(norm, 0, (size_t)nbytes);
-        if (norms->p == (double)INFINITY || norms->numels[i] == 1) {
+        if (norms->p == (double)INFINITY || norms->numels[i] == 1)
             norm_largest(norm, view, norms->numels[i]);
-        } else if (norms->p != 2.0) {
+        else if (norms->p != 2.0)
             norm_power(norm, view, norms->numels[i], norms->p, norms->stream);
-        }
     }
-    if (norms->p == 2.0) {
+    if (norms->p == 2.0)
         two_norms_range(norms, begin, end);
-    }
 }
 
 /* An infinity norm over nothing is an error in torch, and so none of ours. */
 static bool norm_is_supported(const struct tensor_view *view, int64_t numel, double p,
                               const struct kernel_stream *stream) {
-    if (!dtype_is_known(view->dtype)) {
+    if (!dtype_is_known(view->dtype))
         return false;
-    }
-    if (p == 2.0) {
+    if (p == 2.0)
         return numel <= 1 || (stream && stream->vector_nbytes == VECTOR_NBYTES);
-    }
     return p < (double)INFINITY || numel > 0;
 }
 
@@ -291,16 +272,13 @@ enum status kernel_norms(void *norms, const struct tensor_view *tensors, const i
                          double p, const struct kernel_stream *stream) {
     struct norms context = {norms, tensors, numels, p, stream};
     int64_t total = 0;
-    if (!(p > 0)) {
+    if (!(p > 0))
         return STATUS_UNSUPPORTED;
-    }
     for (int64_t i = 0; i < num_tensors; i++) {
-        if (!norm_is_supported(&tensors[i], numels[i], p, stream)) {
+        if (!norm_is_supported(&tensors[i], numels[i], p, stream))
             return STATUS_UNSUPPORTED;
-        }
-        if (arithmetic_of(tensors[i].dtype) != arithmetic_of(tensors[0].dtype)) {
+        if (arithmetic_of(tensors[i].dtype) != arithmetic_of(tensors[0].dtype))
             return STATUS_INVALID;
-        }
         total += numels[i];
     }
     stream_for(stream, num_tensors, total < GRAIN_NUMEL ? num_tensors : 1, norms_range, &context);

@@ -110,15 +110,13 @@ __device__ A join_vectors(A result, const In *input, bool aligned, const Kind &k
     constexpr int WIDTH = VECTOR_NBYTES / sizeof(In);
     In values[VECTORS_AT_ONCE][WIDTH];
 #pragma unroll
-    for (int v = 0; v < VECTORS_AT_ONCE; v++) {
+    for (int v = 0; v < VECTORS_AT_ONCE; v++)
         load<In, WIDTH>(values[v], input + (int64_t)v * THREADS * WIDTH, aligned);
-    }
 #pragma unroll
     for (int v = 0; v < VECTORS_AT_ONCE; v++) {
 #pragma unroll
-        for (int j = 0; j < WIDTH; j++) {
+        for (int j = 0; j < WIDTH; j++)
             result = kind.joined(result, kind.term((A)element<In>::load(values[v][j])));
-        }
     }
     return result;
 }
@@ -130,14 +128,11 @@ __device__ A join_chunk(const In *input, int64_t begin, int64_t end, const Kind 
     constexpr int64_t AT_ONCE = (int64_t)VECTORS_AT_ONCE * THREADS * WIDTH;
     bool aligned = is_aligned(input);
     A result = 0;
-    for (; end - begin >= AT_ONCE; begin += AT_ONCE) {
+    for (; end - begin >= AT_ONCE; begin += AT_ONCE)
         result = join_vectors<In, A>(result, input + begin + (int64_t)threadIdx.x * WIDTH, aligned, kind);
-    }
-    for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < end; i += THREADS * WIDTH) {
-        for (int64_t j = i; j < end && j < i + WIDTH; j++) {
+    for (int64_t i = begin + (int64_t)threadIdx.x * WIDTH; i < end; i += THREADS * WIDTH)
+        for (int64_t j = i; j < end && j < i + WIDTH; j++)
             result = kind.joined(result, kind.term((A)element<In>::load(input[j])));
-        }
-    }
     return result;
 }
 
@@ -148,9 +143,8 @@ __global__ void __launch_bounds__(THREADS) partial_norms(const __grid_constant__
         int64_t begin = (chunk - of.first_chunk) * CHUNK_NUMEL;
         int64_t end = begin + CHUNK_NUMEL < of.numel ? begin + CHUNK_NUMEL : of.numel;
         A joined = join_block(join_chunk<In, A>((const In *)of.input, begin, end, kind), kind);
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0)
             ((A *)table.partial)[chunk] = joined;
-        }
     }
 }
 
@@ -161,9 +155,8 @@ __global__ void __launch_bounds__(THREADS) finish_norms(const __grid_constant__ 
         const struct norm_input &of = table.inputs[i];
         int64_t chunks = (of.numel + CHUNK_NUMEL - 1) / CHUNK_NUMEL;
         A result = 0;
-        for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += THREADS) {
+        for (int64_t chunk = threadIdx.x; chunk < chunks; chunk += THREADS)
             result = kind.joined(result, ((const A *)table.partial)[of.first_chunk + chunk]);
-        }
         result = join_block(result, kind);
         if (threadIdx.x == 0) {
             bool is_single = of.numel == 1;
@@ -197,9 +190,8 @@ static int64_t fill_table(struct norm_table *table, const struct norms *norms, i
     table->count = 0;
     table->num_chunks = 0;
     for (; i < norms->num_tensors && table->count < (int32_t)NORM_INPUTS; i++) {
-        if (norms->tensors[i].dtype != norms->tensors[begin].dtype) {
+        if (norms->tensors[i].dtype != norms->tensors[begin].dtype)
             break;
-        }
         table->inputs[table->count++] = {norms->tensors[i].data, norms->numels[i], table->num_chunks};
         table->num_chunks += chunks_in(norms->numels[i]);
     }
@@ -210,9 +202,8 @@ static int64_t fill_table(struct norm_table *table, const struct norms *norms, i
 template <typename In, typename A, typename Kind>
 static enum status enqueue(const struct norm_table &table, const Kind &kind, const struct kernel_stream *stream) {
     static_assert(sizeof(struct norm_table) + sizeof(Kind) <= 4096, "a launch takes 4 KiB by value");
-    if (table.num_chunks > 0) {
+    if (table.num_chunks > 0)
         ENQUEUE_WITH_BARRIERS((partial_norms<In, A, Kind>), cuda_blocks(table.num_chunks), stream, table, kind);
-    }
     enum status status = cuda_status(cudaGetLastError());
     if (status == STATUS_OK && table.count > 0) {
         ENQUEUE_WITH_BARRIERS((finish_norms<In, A, Kind>), table.count, stream, table, kind);
@@ -224,41 +215,33 @@ static enum status enqueue(const struct norm_table &table, const Kind &kind, con
 template <typename In>
 static enum status enqueue_kind(const struct norm_table &table, double p, const struct kernel_stream *stream) {
     using A = arithmetic_of<In>;
-    if (p == 2.0) {
+    if (p == 2.0)
         return enqueue<In, A>(table, sum_of_squares<A>(), stream);
-    }
-    if (p == 1.0) {
+    if (p == 1.0)
         return enqueue<In, A>(table, sum_of_magnitudes<A>(), stream);
-    }
-    if (p == (double)INFINITY) {
+    if (p == (double)INFINITY)
         return enqueue<In, A>(table, largest_magnitude<A>(), stream);
-    }
     return enqueue<In, A>(table, sum_of_powers<A>{(A)p}, stream);
 }
 
 static enum status check(const struct norms *norms, double p) {
-    if (!(p > 0)) {
+    if (!(p > 0))
         return STATUS_UNSUPPORTED;
-    }
     for (int64_t i = 0; i < norms->num_tensors; i++) {
-        if ((unsigned)norms->tensors[i].dtype >= DTYPE_COUNT) {
+        if ((unsigned)norms->tensors[i].dtype >= DTYPE_COUNT)
             return STATUS_UNSUPPORTED;
-        }
-        if (p == (double)INFINITY && norms->numels[i] <= 0) {
+        if (p == (double)INFINITY && norms->numels[i] <= 0)
             return STATUS_UNSUPPORTED; /* over nothing: an error in torch */
-        }
-        if ((norms->tensors[i].dtype == DTYPE_FLOAT64) != (norms->tensors[0].dtype == DTYPE_FLOAT64)) {
+        if ((norms->tensors[i].dtype == DTYPE_FLOAT64) != (norms->tensors[0].dtype == DTYPE_FLOAT64))
             return STATUS_INVALID;
-        }
     }
     return STATUS_OK;
 }
 
 extern "C" int64_t cuda_norms_scratch_nbytes(const int64_t *numels, int64_t num_tensors) {
     int64_t chunks = 0;
-    for (int64_t i = 0; i < num_tensors; i++) {
+    for (int64_t i = 0; i < num_tensors; i++)
         chunks += chunks_in(numels[i]);
-    }
     return chunks * (int64_t)sizeof(double);
 }
 

@@ -80,13 +80,12 @@ DEFINE_GATHER(uint32_t)
 DEFINE_GATHER(uint64_t)
 
 static void gather(void *buffer, const struct tile *tile, int64_t nbytes) {
-    if (nbytes == 2) {
+    if (nbytes == 2)
         gather_uint16_t(buffer, tile);
-    } else if (nbytes == 4) {
+    else if (nbytes == 4)
         gather_uint32_t(buffer, tile);
-    } else {
+    else
         gather_uint64_t(buffer, tile);
-    }
 }
 
 static void pack_tile(const struct pack *pack, const struct tile *tile, enum dtype input_dtype) {
@@ -104,11 +103,10 @@ static void pack_tile(const struct pack *pack, const struct tile *tile, enum dty
     }
     for (int64_t row = 0; row < tile->rows; row++) {
         char *output = tile->output + row * tile->output_row_stride * output_nbytes;
-        if (pack->add) {
+        if (pack->add)
             pack_block(pack, output, (const char *)rows + row * row_nbytes, input_dtype, tile->columns);
-        } else {
+        else
             memcpy(output, rows + row * row_nbytes, (size_t)row_nbytes);
-        }
     }
 }
 
@@ -132,11 +130,9 @@ static void pack_plane(const struct pack *pack, const struct tile *plane, enum d
 static void plan_choose_rows(struct plan *plan) {
     int32_t target = plan->ndim - 2;
     int32_t best = target;
-    for (int32_t d = 0; d < target; d++) {
-        if (plan->input_strides[d] < plan->input_strides[best]) {
+    for (int32_t d = 0; d < target; d++)
+        if (plan->input_strides[d] < plan->input_strides[best])
             best = d;
-        }
-    }
     struct plan old = *plan;
     plan->sizes[target] = old.sizes[best];
     plan->input_strides[target] = old.input_strides[best];
@@ -161,18 +157,16 @@ static void pack_planes(const struct pack *pack, const struct plan *plan, char *
         plane.input_row_stride = plan->input_strides[row];
     }
     for (int32_t d = 0; d >= 0;) {
-        if (plane.input_column_stride == 1 && plane.rows == 1) {
+        if (plane.input_column_stride == 1 && plane.rows == 1)
             pack_run(pack, plane.output, plane.input, input_dtype, plane.columns);
-        } else {
+        else
             pack_plane(pack, &plane, input_dtype);
-        }
         for (d = row - 1; d >= 0; d--) {
             index[d]++;
             plane.output += plan->output_strides[d] * output_nbytes;
             plane.input += plan->input_strides[d] * input_nbytes;
-            if (index[d] < plan->sizes[d]) {
+            if (index[d] < plan->sizes[d])
                 break;
-            }
             plane.output -= plan->sizes[d] * plan->output_strides[d] * output_nbytes;
             plane.input -= plan->sizes[d] * plan->input_strides[d] * input_nbytes;
             index[d] = 0;
@@ -186,9 +180,8 @@ static void pack_source_range(const struct pack *pack, const struct pack_source 
     char *output = pack->output + source->offset * dtype_nbytes(pack->output_dtype);
     const char *input = source->view.data;
     struct plan plan = {.ndim = 0};
-    if (!source_is_flat(source)) {
+    if (!source_is_flat(source))
         plan_build(&plan, source);
-    }
     if (plan.ndim == 0 || plan_is_flat(&plan)) {
         pack_run(pack, output + begin * dtype_nbytes(pack->output_dtype), input + begin * dtype_nbytes(input_dtype),
                  input_dtype, end - begin);
@@ -198,22 +191,19 @@ static void pack_source_range(const struct pack *pack, const struct pack_source 
     int64_t first = (begin + row - 1) / row;
     int64_t past = (end + row - 1) / row;
     plan.sizes[0] = past - first;
-    if (plan.sizes[0] <= 0) {
+    if (plan.sizes[0] <= 0)
         return;
-    }
     output += first * row * dtype_nbytes(pack->output_dtype);
     input += first * plan.input_strides[0] * dtype_nbytes(input_dtype);
-    if (plan.ndim > 2 && plan.input_strides[plan.ndim - 1] != 1) {
+    if (plan.ndim > 2 && plan.input_strides[plan.ndim - 1] != 1)
         plan_choose_rows(&plan);
-    }
     pack_planes(pack, &plan, output, input, input_dtype);
 }
 
 static void zero_range(const struct pack *pack, int64_t begin, int64_t end) {
     int64_t nbytes = dtype_nbytes(pack->output_dtype);
-    if (!pack->add && begin < end) {
+    if (!pack->add && begin < end)
         memset(pack->output + begin * nbytes, 0, (size_t)((end - begin) * nbytes));
-    }
 }
 
 /* The first source that ends after `begin`; num_sources when there is none. */
@@ -222,11 +212,10 @@ static int64_t first_source(const struct pack *pack, int64_t begin) {
     int64_t high = pack->num_sources;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
-        if (source_end(&pack->sources[middle]) > begin) {
+        if (source_end(&pack->sources[middle]) > begin)
             high = middle;
-        } else {
+        else
             low = middle + 1;
-        }
     }
     return low;
 }
@@ -247,11 +236,10 @@ static void pack_range(int64_t begin, int64_t end, void *context) {
         int64_t from = larger(source->offset, begin);
         int64_t to = smaller(source_end(source), end);
         zero_range(pack, position, from);
-        if (!source->view.data) {
+        if (!source->view.data)
             zero_range(pack, from, to);
-        } else if (from < to) {
+        else if (from < to)
             pack_source_range(pack, source, from - source->offset, to - source->offset);
-        }
         position = larger(position, to);
     }
     zero_range(pack, position, end);
@@ -261,9 +249,8 @@ enum status kernel_pack(void *output, enum dtype output_dtype, int64_t output_nu
                         int64_t num_sources, double divisor, const struct kernel_stream *stream) {
     struct pack pack = {output, output_dtype, output_numel, sources, num_sources, divisor, false, stream};
     enum status status = pack_check(&pack);
-    if (status == STATUS_OK) {
+    if (status == STATUS_OK)
         stream_for(stream, output_numel, GRAIN_NUMEL, pack_range, &pack);
-    }
     return status;
 }
 
@@ -272,8 +259,7 @@ enum status kernel_pack_add(void *output, enum dtype output_dtype, const struct 
     int64_t output_numel = num_sources > 0 ? source_end(&sources[num_sources - 1]) : 0;
     struct pack pack = {output, output_dtype, output_numel, sources, num_sources, 1.0, true, stream};
     enum status status = pack_check(&pack);
-    if (status == STATUS_OK) {
+    if (status == STATUS_OK)
         stream_for(stream, output_numel, GRAIN_NUMEL, pack_range, &pack);
-    }
     return status;
 }

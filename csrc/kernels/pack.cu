@@ -32,9 +32,8 @@ struct strided_source {
 /* Does the source lie in memory as in the output? */
 static bool is_flat(const struct pack_source *source) {
     struct plan plan;
-    if (source_is_flat(source)) {
+    if (source_is_flat(source))
         return true;
-    }
     plan_build(&plan, source);
     return plan_is_flat(&plan);
 }
@@ -43,11 +42,9 @@ static bool is_flat(const struct pack_source *source) {
  * are neighbours there. -1 for none. */
 static int32_t rows_of_tiles(const struct strided_source *source) {
     int32_t last = source->ndim - 1;
-    for (int32_t d = 0; d < last; d++) {
-        if (source->strides[d] == 1 && source->sizes[d] >= LEAST_SIDE && source->sizes[last] >= LEAST_SIDE) {
+    for (int32_t d = 0; d < last; d++)
+        if (source->strides[d] == 1 && source->sizes[d] >= LEAST_SIDE && source->sizes[last] >= LEAST_SIDE)
             return d;
-        }
-    }
     return -1;
 }
 
@@ -141,14 +138,12 @@ __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int i = 0; i < TILE * TILE / THREADS; i++) {
             int64_t y = threadIdx.x / TILE + i * (THREADS / TILE);
-            if (x < place.num_rows && y < place.num_columns) {
+            if (x < place.num_rows && y < place.num_columns)
                 loaded[i] = input[y * column_step + x];
-            }
         }
 #pragma unroll
-        for (int i = 0; i < TILE * TILE / THREADS; i++) {
+        for (int i = 0; i < TILE * TILE / THREADS; i++)
             values[threadIdx.x / TILE + i * (THREADS / TILE)][x] = loaded[i];
-        }
         __syncthreads();
         for (int64_t y = threadIdx.x / TILE; y < TILE && y < place.num_rows; y += THREADS / TILE) {
             if (x < place.num_columns) {
@@ -219,9 +214,8 @@ static char *output_at(const struct pack *pack, int64_t offset) {
 }
 
 static enum status flush(const struct pack *pack, struct segment_table *table, enum dtype input_dtype) {
-    if (!pack->add) {
+    if (!pack->add)
         return cuda_cast_segments(table, pack->output_dtype, input_dtype, pack->divisor, pack->stream);
-    }
     return with_types(pack->output_dtype, input_dtype, [&](auto out, auto in) {
         using Out = decltype(out);
         using In = decltype(in);
@@ -234,9 +228,8 @@ static enum status pack_strided(const struct pack *pack, const struct pack_sourc
     return with_types(pack->output_dtype, source->view.dtype, [&](auto out, auto in) {
         using Out = decltype(out);
         using In = decltype(in);
-        if (pack->add) {
+        if (pack->add)
             return enqueue_strided<Out, In>(strided, add_operation<Out, In>(), pack->stream);
-        }
         cast_divide_operation<Out, In> operation = {division<Out>(pack->divisor)};
         return enqueue_strided<Out, In>(strided, operation, pack->stream);
     });
@@ -244,11 +237,9 @@ static enum status pack_strided(const struct pack *pack, const struct pack_sourc
 
 /* Where the next source with elements begins: what lies before it is zero. */
 static int64_t next_offset(const struct pack *pack, int64_t i) {
-    for (i++; i < pack->num_sources; i++) {
-        if (is_present(&pack->sources[i])) {
+    for (i++; i < pack->num_sources; i++)
+        if (is_present(&pack->sources[i]))
             return pack->sources[i].offset;
-        }
-    }
     return pack->output_numel;
 }
 
@@ -258,34 +249,28 @@ static enum status pack_flat(const struct pack *pack, enum dtype dtype, bool oth
     enum status status = STATUS_OK;
     table.count = 0;
     int64_t first = next_offset(pack, -1);
-    if (others && !pack->add) {
+    if (others && !pack->add)
         table_add(&table, pack->output, nullptr, 0, first);
-    }
     for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++) {
         const struct pack_source *source = &pack->sources[i];
-        if (!is_present(source)) {
+        if (!is_present(source))
             continue;
-        }
         int64_t end = source->offset + source->numel;
         int64_t zeros = pack->add ? 0 : next_offset(pack, i) - end;
-        if (is_flat(source) && source->view.dtype == dtype) {
+        if (is_flat(source) && source->view.dtype == dtype)
             table_add(&table, output_at(pack, source->offset), source->view.data, source->numel, zeros);
-        } else if (others && !is_flat(source)) {
+        else if (others && !is_flat(source))
             table_add(&table, output_at(pack, end), nullptr, 0, zeros);
-        }
-        if (table_is_full(&table)) {
+        if (table_is_full(&table))
             status = flush(pack, &table, dtype);
-        }
     }
     return status == STATUS_OK ? flush(pack, &table, dtype) : status;
 }
 
 static bool has_flat(const struct pack *pack, enum dtype dtype) {
-    for (int64_t i = 0; i < pack->num_sources; i++) {
-        if (is_present(&pack->sources[i]) && pack->sources[i].view.dtype == dtype && is_flat(&pack->sources[i])) {
+    for (int64_t i = 0; i < pack->num_sources; i++)
+        if (is_present(&pack->sources[i]) && pack->sources[i].view.dtype == dtype && is_flat(&pack->sources[i]))
             return true;
-        }
-    }
     return false;
 }
 
@@ -300,14 +285,11 @@ static enum status run(const struct pack *pack) {
             others = false;
         }
     }
-    if (others && status == STATUS_OK) {
+    if (others && status == STATUS_OK)
         status = pack_flat(pack, pack->output_dtype, true);
-    }
-    for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++) {
-        if (is_present(&pack->sources[i]) && !is_flat(&pack->sources[i])) {
+    for (int64_t i = 0; i < pack->num_sources && status == STATUS_OK; i++)
+        if (is_present(&pack->sources[i]) && !is_flat(&pack->sources[i]))
             status = pack_strided(pack, &pack->sources[i]);
-        }
-    }
     return status;
 }
 

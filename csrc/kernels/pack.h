@@ -68,9 +68,8 @@ static inline void plan_build(struct plan *plan, const struct pack_source *sourc
         }
         contiguous *= size;
     }
-    if (plan->ndim == 0) {
+    if (plan->ndim == 0)
         plan_insert(plan, 1, 1, 1);
-    }
     plan_merge(plan);
 }
 
@@ -82,9 +81,8 @@ static inline bool plan_is_flat(const struct plan *plan) {
 static inline bool strides_are_contiguous(const int64_t *strides, const struct tensor_view *view) {
     int64_t expected = 1;
     for (int32_t d = view->ndim - 1; strides && d >= 0; d--) {
-        if (view->sizes[d] != 1 && strides[d] != expected) {
+        if (view->sizes[d] != 1 && strides[d] != expected)
             return false;
-        }
         expected *= view->sizes[d];
     }
     return true;
@@ -104,14 +102,12 @@ static inline int64_t source_end(const struct pack_source *source) {
 static inline bool output_is_dense(const struct pack_source *source) {
     struct plan plan;
     int64_t expected = 1;
-    if (source->numel == 0 || strides_are_contiguous(source->output_strides, &source->view)) {
+    if (source->numel == 0 || strides_are_contiguous(source->output_strides, &source->view))
         return true;
-    }
     plan_build(&plan, source);
     for (int32_t d = plan.ndim - 1; d >= 0; d--) {
-        if (plan.output_strides[d] != expected) {
+        if (plan.output_strides[d] != expected)
             return false;
-        }
         expected *= plan.sizes[d];
     }
     return expected == source->numel;
@@ -119,24 +115,19 @@ static inline bool output_is_dense(const struct pack_source *source) {
 
 static inline enum status pack_check(const struct pack *pack) {
     int64_t position = 0;
-    if ((unsigned)pack->output_dtype >= DTYPE_COUNT) {
+    if ((unsigned)pack->output_dtype >= DTYPE_COUNT)
         return STATUS_UNSUPPORTED;
-    }
     for (int64_t i = 0; i < pack->num_sources; i++) {
         const struct pack_source *source = &pack->sources[i];
-        if (source->offset < position || source->numel < 0 || source_end(source) > pack->output_numel) {
+        if (source->offset < position || source->numel < 0 || source_end(source) > pack->output_numel)
             return STATUS_INVALID;
-        }
         position = source_end(source);
-        if (!source->view.data) {
+        if (!source->view.data)
             continue;
-        }
-        if ((unsigned)source->view.dtype >= DTYPE_COUNT) {
+        if ((unsigned)source->view.dtype >= DTYPE_COUNT)
             return STATUS_UNSUPPORTED;
-        }
-        if (source->view.ndim > PACK_MOST_NDIM || !output_is_dense(source)) {
+        if (source->view.ndim > PACK_MOST_NDIM || !output_is_dense(source))
             return STATUS_INVALID;
-        }
     }
     return STATUS_OK;
 }

@@ -21,11 +21,9 @@ static void scale_part(void *context, int64_t tensor, int64_t begin, int64_t end
 enum status kernel_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          double coefficient, const struct kernel_stream *stream) {
     struct scale scale = {tensors, numels, coefficient};
-    for (int64_t i = 0; i < num_tensors; i++) {
-        if (!dtype_is_known(tensors[i].dtype)) {
+    for (int64_t i = 0; i < num_tensors; i++)
+        if (!dtype_is_known(tensors[i].dtype))
             return STATUS_UNSUPPORTED;
-        }
-    }
     group_for(stream, &(struct group){num_tensors, scale_numel, scale_part, &scale}, GRAIN_NUMEL);
     return STATUS_OK;
 }

@@ -21,9 +21,8 @@ template <typename T> struct scale_operation {
 extern "C" enum status cuda_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                                   const void *coefficient, enum dtype coefficient_dtype,
                                   const struct kernel_stream *stream) {
-    if ((unsigned)coefficient_dtype >= DTYPE_COUNT) {
+    if ((unsigned)coefficient_dtype >= DTYPE_COUNT)
         return STATUS_UNSUPPORTED;
-    }
     return enqueue_in_place(tensors, numels, num_tensors, stream, [&](auto type) {
         return scale_operation<decltype(type)>{coefficient, coefficient_dtype, 0};
     });

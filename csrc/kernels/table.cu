@@ -11,9 +11,8 @@ extern "C" const char *cuda_error_text(void) {
 }
 
 enum status cuda_status(cudaError_t error) {
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess)
         return STATUS_OK;
-    }
     last_error = error;
     cudaGetLastError(); /* the runtime keeps it as well, and the next launch would be taken to have failed */
     return STATUS_DEVICE;
@@ -39,9 +38,8 @@ struct contexts {
 #else
         cudaError_t result = cudaGetDriverEntryPoint(name, function, cudaEnableDefault, &found);
 #endif
-        if (result != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+        if (result != cudaSuccess || found != cudaDriverEntryPointSuccess)
             error = result != cudaSuccess ? result : cudaErrorNotSupported;
-        }
     }
 };
 
@@ -54,12 +52,10 @@ device_guard::device_guard(const struct kernel_stream *stream) : previous(nullpt
     const contexts &driver = driver_contexts();
     int device = -1;
     status = cuda_status(driver.error);
-    if (status != STATUS_OK) {
+    if (status != STATUS_OK)
         return;
-    }
-    if (driver.get_current(&previous) == 0 && previous) {
+    if (driver.get_current(&previous) == 0 && previous)
         driver.get_device(&device);
-    }
     if (device != stream->device_index) {
         status = cuda_status(cudaSetDevice(stream->device_index));
         changed = status == STATUS_OK;
@@ -67,9 +63,8 @@ device_guard::device_guard(const struct kernel_stream *stream) : previous(nullpt
 }
 
 device_guard::~device_guard() {
-    if (changed) {
+    if (changed)
         driver_contexts().set_current(previous);
-    }
 }
 
 int64_t cuda_blocks(int64_t num_chunks) {
@@ -97,9 +92,8 @@ extern "C" __attribute__((visibility("default"))) const struct kernel_table *fsd
     int driver = 0;
     int toolkit = 0;
     cudaError_t error = cudaDriverGetVersion(&driver);
-    if (error == cudaSuccess) {
+    if (error == cudaSuccess)
         error = cudaRuntimeGetVersion(&toolkit);
-    }
     if (error != cudaSuccess) {
         *why = cudaGetErrorString(error);
         return nullptr;

@@ -14,9 +14,8 @@ template <typename T> struct unscale_operation {
     }
     __device__ T operator()(T value, T) const {
         arithmetic_of<T> number = element<T>::load(value);
-        if (number - number != 0) {
+        if (number - number != 0)
             *found_inf = 1.0f; /* whoever else writes it writes the same */
-        }
         return element<T>::store(number * factor);
     }
 };

@@ -6,9 +6,8 @@ static int outermost_dim(const int64_t *shape, int ndim, int64_t start, int64_t 
     *row_numel = 1;
     while (dim > 0) {
         const int64_t numel = *row_numel * shape[dim];
-        if (start % numel != 0 || end - start < numel) {
+        if (start % numel != 0 || end - start < numel)
             break;
-        }
         *row_numel = numel;
         dim--;
     }
@@ -29,9 +28,8 @@ int64_t box_at(const int64_t *shape, int ndim, int64_t start, int64_t end, struc
         box->sizes[dim] = 1;
         index /= shape[dim];
     }
-    if (cut < 0) {
+    if (cut < 0)
         return 1; /* no dimensions: the one element */
-    }
     const int64_t left = shape[cut] - box->offsets[cut];
     rows = rows < left ? rows : left;
     box->sizes[cut] = rows;

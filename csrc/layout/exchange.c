@@ -107,10 +107,9 @@ static enum status place_parts(struct maker *maker) {
         begins[peer] = end;
         end += maker->gathered ? longest : plan->received_nbytes[peer];
     }
-    for (size_t i = 0; i < plan->parts.count; i++) {
+    for (size_t i = 0; i < plan->parts.count; i++)
         if (plan->parts.items[i].source == EXCHANGE_RECEIVED)
             plan->parts.items[i].start += begins[maker->from.items[i].source];
-    }
     mem_free(begins);
     return STATUS_OK;
 }

@@ -13,17 +13,13 @@ static int64_t max_i64(int64_t a, int64_t b) {
 }
 
 static bool spec_is_valid(const struct layout_spec *spec) {
-    if (spec->num_params < 1 || spec->num_params > (INT64_MAX - 1) / 2 || spec->aligned_numel < 0) {
+    if (spec->num_params < 1 || spec->num_params > (INT64_MAX - 1) / 2 || spec->aligned_numel < 0)
         return false;
-    }
-    if (spec->world_size < 1 || spec->rank < 0 || spec->rank >= spec->world_size) {
+    if (spec->world_size < 1 || spec->rank < 0 || spec->rank >= spec->world_size)
         return false;
-    }
-    for (int64_t param = 0; param < spec->num_params; param++) {
-        if (spec->param_numels[param] < 0) {
+    for (int64_t param = 0; param < spec->num_params; param++)
+        if (spec->param_numels[param] < 0)
             return false;
-        }
-    }
     return true;
 }
 
@@ -39,9 +35,8 @@ static enum status layout_alloc(struct flat_layout *layout) {
 
 /* Append a segment. False when the total would not fit into int64_t. */
 static bool append_segment(struct flat_layout *layout, int64_t numel, int64_t param) {
-    if (numel > INT64_MAX - layout->numel) {
+    if (numel > INT64_MAX - layout->numel)
         return false;
-    }
     layout->segments[layout->num_segments++] =
         (struct layout_segment){.offset = layout->numel, .numel = numel, .param = param};
     layout->numel += numel;
@@ -57,13 +52,11 @@ static enum status place_segments(struct flat_layout *layout, const struct layou
     const bool aligned = spec->aligned_numel > 0;
     for (int64_t param = 0; param < spec->num_params; param++) {
         /* the pad stands before the parameter, also before an empty one: the last parameter is not followed by one */
-        if (aligned && !append_padding(layout, spec->aligned_numel)) {
+        if (aligned && !append_padding(layout, spec->aligned_numel))
             return STATUS_INVALID;
-        }
         layout->param_segments[param] = layout->num_segments;
-        if (!append_segment(layout, spec->param_numels[param], param)) {
+        if (!append_segment(layout, spec->param_numels[param], param))
             return STATUS_INVALID;
-        }
     }
     /* a total divisible by the world size spares the reduce-scatter a copy; NO_SHARD is padded alike */
     return !aligned || append_padding(layout, spec->world_size) ? STATUS_OK : STATUS_INVALID;
@@ -74,38 +67,32 @@ static enum status place_shards(struct flat_layout *layout) {
     const int64_t index = layout->sharded ? layout->rank : 0;
     /* torch.chunk: every chunk has the size of the first, rounded up, so that the last ones may be short or empty */
     layout->shard_numel = layout->numel / world_size + (layout->numel % world_size != 0);
-    if (layout->shard_numel > INT64_MAX / world_size) {
+    if (layout->shard_numel > INT64_MAX / world_size)
         return STATUS_INVALID;
-    }
     layout->padded_numel = layout->shard_numel * world_size;
     layout->shard_start = layout->shard_numel * index;
     layout->shard_numel_valid = min_i64(max_i64(layout->numel - layout->shard_start, 0), layout->shard_numel);
     layout->shard_numel_padded = layout->shard_numel - layout->shard_numel_valid;
-    for (int64_t param = 0; param < layout->num_params; param++) {
+    for (int64_t param = 0; param < layout->num_params; param++)
         layout->shard_ranges[param] = layout_shard_range(layout, param, layout->rank);
-    }
     return STATUS_OK;
 }
 
 enum status layout_init(struct flat_layout *layout, const struct layout_spec *spec) {
     *layout = (struct flat_layout){0};
-    if (!spec_is_valid(spec)) {
+    if (!spec_is_valid(spec))
         return STATUS_INVALID;
-    }
     layout->num_params = spec->num_params;
     layout->world_size = spec->world_size;
     layout->rank = spec->rank;
     layout->sharded = spec->sharded;
     enum status status = layout_alloc(layout);
-    if (status == STATUS_OK) {
+    if (status == STATUS_OK)
         status = place_segments(layout, spec);
-    }
-    if (status == STATUS_OK) {
+    if (status == STATUS_OK)
         status = place_shards(layout);
-    }
-    if (status != STATUS_OK) {
+    if (status != STATUS_OK)
         layout_fini(layout);
-    }
     return status;
 }
 
@@ -123,9 +110,8 @@ struct layout_shard_range layout_shard_range(const struct flat_layout *layout, i
     const int64_t param_end = param_start + layout_param_numel(layout, param);
     /* An empty parameter is in the shard only strictly inside it, not at its first element: so upstream's inclusive
      * intervals answer, and checkpoints compare this flag. */
-    if (param_end <= shard_start || param_start >= shard_end) {
+    if (param_end <= shard_start || param_start >= shard_end)
         return (struct layout_shard_range){0};
-    }
     const int64_t first = max_i64(param_start, shard_start);
     return (struct layout_shard_range){
         .in_shard = true,

@@ -25,9 +25,8 @@ struct partition_range partition_next(const struct partition *partition, int64_t
     start = clamp(start, 0, partition->numel);
     end = clamp(end, start, partition->numel);
     const int64_t rank = (start + partition->offset) / partition->step;
-    if (start == end) {
+    if (start == end)
         return (struct partition_range){rank, start, start};
-    }
     const int64_t next = begin_of(partition, rank + 1);
     return (struct partition_range){rank, start, next < end ? next : end};
 }

@@ -57,9 +57,8 @@ static int read_numels(PyObject *numels, int64_t *output) {
     const Py_ssize_t count = PyTuple_Size(numels);
     for (Py_ssize_t index = 0; index < count; index++) {
         output[index] = PyLong_AsLongLong(PyTuple_GetItem(numels, index));
-        if (output[index] == -1 && PyErr_Occurred()) {
+        if (output[index] == -1 && PyErr_Occurred())
             return -1;
-        }
         if (output[index] < 0) {
             PyErr_Format(PyExc_ValueError, "Expects non-negative sizes but `param_numels[%zd]` is %lld", index,
                          (long long)output[index]);
@@ -81,13 +80,11 @@ static int raise_status(enum status status) {
 
 static int layout_object_init(struct layout_object *self, PyObject *numels, struct layout_spec *spec) {
     spec->num_params = PyTuple_Size(numels);
-    if (check_arguments(spec) < 0) {
+    if (check_arguments(spec) < 0)
         return -1;
-    }
     int64_t *buffer = mem_new_array((size_t)spec->num_params, sizeof *buffer);
-    if (!buffer) {
+    if (!buffer)
         return raise_status(STATUS_NO_MEMORY);
-    }
     int result = read_numels(numels, buffer);
     if (result == 0) {
         spec->param_numels = buffer;
@@ -110,13 +107,11 @@ static PyObject *layout_object_new(PyTypeObject *type, PyObject *args, PyObject 
     struct layout_spec spec = {
         .aligned_numel = aligned_numel, .world_size = world_size, .rank = rank, .sharded = sharded != 0};
     PyObject *numels = PySequence_Tuple(sequence);
-    if (!numels) {
+    if (!numels)
         return NULL;
-    }
     PyObject *self = ((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (self && layout_object_init((struct layout_object *)self, numels, &spec) < 0) {
+    if (self && layout_object_init((struct layout_object *)self, numels, &spec) < 0)
         Py_CLEAR(self);
-    }
     Py_DECREF(numels);
     return self;
 }
@@ -130,9 +125,8 @@ static PyObject *tuple_of(const struct flat_layout *layout, int64_t count, int64
     PyObject *tuple = PyTuple_New((Py_ssize_t)count);
     for (int64_t index = 0; tuple && index < count; index++) {
         PyObject *item = item_at(layout, index, rank);
-        if (!item || PyTuple_SetItem(tuple, (Py_ssize_t)index, item) < 0) {
+        if (!item || PyTuple_SetItem(tuple, (Py_ssize_t)index, item) < 0)
             Py_CLEAR(tuple);
-        }
     }
     return tuple;
 }
@@ -175,13 +169,11 @@ static PyObject *get_per_segment(PyObject *self, void *item_at) {
 
 /* -1 with an exception when `object` is not a rank of the layout; None is its own rank */
 static int64_t parse_rank(const struct flat_layout *layout, PyObject *object) {
-    if (object == Py_None) {
+    if (object == Py_None)
         return layout->rank;
-    }
     const long long rank = PyLong_AsLongLong(object);
-    if (rank == -1 && PyErr_Occurred()) {
+    if (rank == -1 && PyErr_Occurred())
         return -1;
-    }
     if (rank < 0 || rank >= layout->world_size) {
         PyErr_Format(PyExc_ValueError, "Expects `rank` in [0, %lld) but got %lld", (long long)layout->world_size, rank);
         return -1;
@@ -193,9 +185,8 @@ static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) 
     static char *names[] = {"rank", NULL};
     const struct flat_layout *layout = &((struct layout_object *)self)->layout;
     PyObject *object = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:shard_ranges", names, &object)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:shard_ranges", names, &object))
         return NULL;
-    }
     const int64_t rank = parse_rank(layout, object);
     return rank < 0 ? NULL : tuple_of(layout, layout->num_params, rank, shard_range_at);
 }

@@ -20,9 +20,8 @@ static PyObject *make_list(const double *values, int64_t numel) {
     PyObject *list = PyList_New((Py_ssize_t)numel);
     for (int64_t i = 0; list && i < numel; i++) {
         PyObject *value = PyFloat_FromDouble(values[i]);
-        if (!value || PyList_SetItem(list, (Py_ssize_t)i, value) != 0) {
+        if (!value || PyList_SetItem(list, (Py_ssize_t)i, value) != 0)
             Py_CLEAR(list);
-        }
     }
     return list;
 }
@@ -63,9 +62,8 @@ static double kernel_norm(const void *values, enum dtype dtype, int64_t numel, c
     double as_double = -1.0;
     float as_float = -1.0f;
     bool is_double = dtype == DTYPE_FLOAT64;
-    if (kernel_norms(is_double ? (void *)&as_double : (void *)&as_float, &view, &numel, 1, 2.0, stream) != STATUS_OK) {
+    if (kernel_norms(is_double ? (void *)&as_double : (void *)&as_float, &view, &numel, 1, 2.0, stream) != STATUS_OK)
         return -2.0;
-    }
     return is_double ? as_double : (double)as_float;
 }
 
@@ -74,9 +72,8 @@ static unsigned explain(PyObject *torch, const double *values, int64_t numel, un
     float narrow[LONGEST];
     double norm_double = torch_norm(torch, values, numel, "float64");
     double norm_float = torch_norm(torch, values, numel, "float32");
-    for (int64_t i = 0; i < numel; i++) {
+    for (int64_t i = 0; i < numel; i++)
         narrow[i] = (float)values[i];
-    }
     for (unsigned reading = READ_ROUNDED; reading <= READ_FUSED; reading++) {
         struct kernel_stream stream = {.vector_nbytes = 32, .fused_tail = reading == READ_FUSED};
         if (kernel_norm(values, DTYPE_FLOAT64, numel, &stream) != norm_double ||
@@ -97,9 +94,8 @@ void norm_order_probe(struct kernel_stream *stream) {
     unsigned readings = READ_ROUNDED | READ_FUSED;
     PyObject *torch = PyImport_ImportModule("torch");
     for (int64_t probe = 0; torch && probe < PROBES_MOST && !is_decided(readings, probe); probe++) {
-        for (int64_t i = 0; i < LONGEST; i++) {
+        for (int64_t i = 0; i < LONGEST; i++)
             values[i] = next_value(&state);
-        }
         readings = explain(torch, values, SHORTEST + probe % (LONGEST - SHORTEST + 1), readings);
     }
     stream->vector_nbytes = readings == READ_ROUNDED || readings == READ_FUSED ? 32 : 0;

@@ -11,9 +11,8 @@ static void read_adam_operands(struct op_call *call, const struct op_list *list,
     for (size_t i = 0; i < count; i++) {
         struct op_operand read;
         op_call_read_contiguous(call, &read, op_tensor(list->items[i]), argument);
-        if (operand == ADAM_PARAM) {
+        if (operand == ADAM_PARAM)
             tensors[i].numel = read.numel;
-        }
         OP_CHECK(read.numel == tensors[i].numel, "%s: params[%zu] has %" PRId64 " elements, %s[%zu] %" PRId64,
                  call->name, i, tensors[i].numel, argument, i, read.numel);
         tensors[i].operands[operand] = read.view;
@@ -72,11 +71,9 @@ void op_adamw(StableIValue *stack, struct op_call *call) {
         .maximize = op_bool(numbers[5]),
     };
     tensors = op_alloc(params.count, sizeof *tensors);
-    for (int i = 0; i < NUM_LISTS; i++) {
-        if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0) {
+    for (int i = 0; i < NUM_LISTS; i++)
+        if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0)
             read_adam_operands(call, lists[i], (enum adam_operand)i, tensors, params.count, names[i]);
-        }
-    }
     read_steps(call, &step_list, tensors, params.count);
     read_lr(call, &lr_list, &options);
     if (!call->is_meta && params.count > 0) {

@@ -64,9 +64,8 @@ void op_unflatten(StableIValue *stack, struct op_call *call) {
     struct op_operand flat;
     op_call_read_flat(call, &flat, tensor, "flat");
     OP_CHECK(offsets.count == numels.count, "%s: %zu offsets, but %zu numels", call->name, offsets.count, numels.count);
-    for (size_t i = 0; i < offsets.count; i++) {
+    for (size_t i = 0; i < offsets.count; i++)
         op_call_check_range(call, op_int(offsets.items[i]), op_int(numels.items[i]), flat.numel, "flat");
-    }
     OP_CALL(torch_abi.torch_new_list_reserve_size(offsets.count, &result.list));
     for (size_t i = 0; i < offsets.count; i++) {
         AtenTensorHandle part = copy_part(call, &flat, op_int(offsets.items[i]), op_int(numels.items[i]));
@@ -96,9 +95,8 @@ void op_shard(StableIValue *stack, struct op_call *call) {
     op_read_operand(&chunk, output);
     struct pack_source source = {.view = flat.view, .numel = valid_numel};
     source.view.sizes = &valid_numel;
-    if (!call->is_meta && flat.view.data) {
+    if (!call->is_meta && flat.view.data)
         source.view.data = (char *)flat.view.data + start * dtype_nbytes(flat.view.dtype);
-    }
     op_call_pack(call, &chunk, &source, 1, 1.0);
     stack[0] = op_give(&output);
 }

@@ -111,9 +111,8 @@ void op_checksums(StableIValue *stack, struct op_call *call) {
     op_read_list(&tensors);
     OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
     ranges = op_alloc(tensors.count, sizeof *ranges);
-    for (size_t i = 0; i < tensors.count; i++) {
+    for (size_t i = 0; i < tensors.count; i++)
         ranges[i] = read_bytes(call, &operand, op_tensor(tensors.items[i]));
-    }
     int64_t count = (int64_t)tensors.count;
     output = op_empty(1, &count, torch_abi.aoti_torch_dtype_int64(), &operand);
     if (!call->is_meta) {

@@ -46,9 +46,8 @@ static AtenTensorHandle new_joined(struct op_call *call, const struct op_list *n
         nbytes *= sizes[dim];
     }
     int64_t given = 0;
-    for (size_t i = first; i < first + count; i++) {
+    for (size_t i = first; i < first + count; i++)
         given += op_int(numbers->items[3 * i + 2]);
-    }
     OP_CHECK(given == nbytes, "%s: ranges of %" PRId64 " bytes for a tensor of %" PRId64, call->name, given, nbytes);
     return op_empty(ndim, sizes, model.dtype_code, &model);
 }
@@ -98,9 +97,8 @@ void op_join_ranges(StableIValue *stack, struct op_call *call) {
                  call->name);
     }
     const struct byte_ranges ranges = {&numbers, operands, sources.count};
-    for (size_t i = 0; i < numbers.count / 3; i++) {
+    for (size_t i = 0; i < numbers.count / 3; i++)
         check_range(call, &ranges, i);
-    }
     OP_CALL(torch_abi.torch_new_list_reserve_size(likes.count, &result.list));
     size_t first = 0, dim = 0;
     for (size_t i = 0; i < likes.count; i++) {

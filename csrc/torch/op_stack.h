@@ -43,9 +43,8 @@ __attribute__((format(printf, 3, 4))) _Noreturn static inline void op_fail(const
 
 static inline const char *op_error_text(const char *otherwise) {
     const char *text = NULL;
-    if (torch_abi.torch_exception_get_what_without_backtrace) {
+    if (torch_abi.torch_exception_get_what_without_backtrace)
         text = torch_abi.torch_exception_get_what_without_backtrace();
-    }
     return text && *text ? text : otherwise;
 }
 
@@ -108,12 +107,10 @@ static inline void op_drop_tensors(StableListHandle list) {
 
 static inline void op_drop_list(struct op_list *list) {
     free(list->items);
-    if (list->list && list->of_tensors) {
+    if (list->list && list->of_tensors)
         op_drop_tensors(list->list);
-    }
-    if (list->list) {
+    if (list->list)
         torch_abi.torch_delete_list(list->list);
-    }
     memset(list, 0, sizeof *list);
 }
 #define OP_OWNED_LIST __attribute__((cleanup(op_drop_list))) struct op_list
@@ -133,9 +130,8 @@ static inline void *op_alloc(size_t count, size_t size) {
 static inline void op_read_list(struct op_list *list) {
     OP_CALL(torch_abi.torch_list_size(list->list, &list->count));
     list->items = op_alloc(list->count, sizeof *list->items);
-    for (size_t i = 0; i < list->count; i++) {
+    for (size_t i = 0; i < list->count; i++)
         OP_CALL(torch_abi.torch_list_get_item(list->list, i, &list->items[i]));
-    }
 }
 
 /* Append an owned tensor to a list under construction, which takes it over. */
@@ -157,15 +153,12 @@ struct op_operand {
 };
 
 static inline enum dtype op_dtype(int32_t code) {
-    if (code == torch_abi.aoti_torch_dtype_float32()) {
+    if (code == torch_abi.aoti_torch_dtype_float32())
         return DTYPE_FLOAT32;
-    }
-    if (code == torch_abi.aoti_torch_dtype_bfloat16()) {
+    if (code == torch_abi.aoti_torch_dtype_bfloat16())
         return DTYPE_BFLOAT16;
-    }
-    if (code == torch_abi.aoti_torch_dtype_float16()) {
+    if (code == torch_abi.aoti_torch_dtype_float16())
         return DTYPE_FLOAT16;
-    }
     return code == torch_abi.aoti_torch_dtype_float64() ? DTYPE_FLOAT64 : DTYPE_OTHER;
 }
 
@@ -214,14 +207,12 @@ static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle 
     operand->view.device = is_cpu ? DEVICE_CPU : is_cuda ? DEVICE_CUDA : DEVICE_OTHER;
     operand->view.device_index = operand->device_index;
     operand->view.ndim = (int32_t)ndim;
-    if (operand->device_type == torch_abi.aoti_torch_device_type_meta()) {
+    if (operand->device_type == torch_abi.aoti_torch_device_type_meta())
         op_read_traced_shape(operand, tensor, ndim);
-    } else {
+    else
         op_read_shape(operand, tensor);
-    }
-    if (is_cpu || is_cuda) {
+    if (is_cpu || is_cuda)
         OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
-    }
 }
 
 /* The strides of a contiguous tensor of these sizes. */

@@ -49,40 +49,34 @@ static struct {
 /* Type attribute, cleared error and NULL when it does not exist. */
 static PyObject *optional_attribute(PyObject *object, const char *name) {
     PyObject *value = PyObject_GetAttrString(object, name);
-    if (!value) {
+    if (!value)
         PyErr_Clear();
-    }
     return value;
 }
 
 /* The table's name changed between releases; its version is checked, and older versions of it are chained. */
 static const struct dl_exchange *find_exchange(PyObject *tensor_type) {
     PyObject *capsule = optional_attribute(tensor_type, "__dlpack_c_exchange_api__");
-    if (!capsule) {
+    if (!capsule)
         capsule = optional_attribute(tensor_type, "__c_dlpack_exchange_api__");
-    }
     const struct dl_exchange *table = NULL;
-    if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api")) {
+    if (capsule && PyCapsule_IsValid(capsule, "dlpack_exchange_api"))
         table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    }
-    while (table && table->major != DLPACK_MAJOR) {
+    while (table && table->major != DLPACK_MAJOR)
         table = table->previous;
-    }
     Py_XDECREF(capsule);
     return table;
 }
 
 /* torch's threads; its own function starts none for less than a grain. */
 static void cpu_parallel_for(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context) {
-    if (end - begin <= grain || torch_abi.torch_parallel_for(begin, end, grain, body, context) != 0) {
+    if (end - begin <= grain || torch_abi.torch_parallel_for(begin, end, grain, body, context) != 0)
         body(begin, end, context);
-    }
 }
 
 int tensor_init(void) {
-    if (exchange.tensor_type) {
+    if (exchange.tensor_type)
         return 0;
-    }
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
     Py_XDECREF(torch);
@@ -100,15 +94,12 @@ int tensor_init(void) {
 }
 
 static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
-    if (lanes != 1) {
+    if (lanes != 1)
         return DTYPE_OTHER;
-    }
-    if (code == DL_BFLOAT) {
+    if (code == DL_BFLOAT)
         return bits == 16 ? DTYPE_BFLOAT16 : DTYPE_OTHER;
-    }
-    if (code != DL_FLOAT) {
+    if (code != DL_FLOAT)
         return DTYPE_OTHER;
-    }
     return bits == 32 ? DTYPE_FLOAT32 : bits == 64 ? DTYPE_FLOAT64 : bits == 16 ? DTYPE_FLOAT16 : DTYPE_OTHER;
 }
 
@@ -133,9 +124,8 @@ enum { RING_NUMEL = 1 << 17 };
 static int64_t *ring_reserve(Py_ssize_t count) {
     static int64_t ring[RING_NUMEL];
     static Py_ssize_t used = 0;
-    if (used + count > RING_NUMEL) {
+    if (used + count > RING_NUMEL)
         used = 0;
-    }
     used += count;
     return ring + used - count;
 }
@@ -147,9 +137,8 @@ static const int64_t *read_ints(PyObject *sequence) {
     int64_t *values = tuple ? ring_reserve(count) : NULL;
     for (Py_ssize_t i = 0; values && i < count; i++) {
         values[i] = PyLong_AsLongLong(PyTuple_GetItem(tuple, i));
-        if (values[i] == -1 && PyErr_Occurred()) {
+        if (values[i] == -1 && PyErr_Occurred())
             values = NULL;
-        }
     }
     Py_XDECREF(tuple);
     return values;
@@ -174,11 +163,9 @@ static enum dtype dtype_named(PyObject *text) {
         [DTYPE_BFLOAT16] = "torch.bfloat16",
         [DTYPE_FLOAT16] = "torch.float16",
     };
-    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
-        if (attribute_is(text, names[dtype])) {
+    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
+        if (attribute_is(text, names[dtype]))
             return (enum dtype)dtype;
-        }
-    }
     return DTYPE_OTHER;
 }
 
@@ -244,15 +231,12 @@ static int refuse_memory(PyObject *tensor) {
 
 int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
     struct dl_tensor dl;
-    if (!PyObject_TypeCheck(tensor, exchange.tensor_type)) {
+    if (!PyObject_TypeCheck(tensor, exchange.tensor_type))
         return refuse(tensor);
-    }
-    if (!exchange.view_of) {
+    if (!exchange.view_of)
         return view_by_attributes(tensor, view) == 0 ? 0 : refuse_memory(tensor);
-    }
-    if (exchange.view_of(tensor, &dl) != 0) {
+    if (exchange.view_of(tensor, &dl) != 0)
         return refuse_memory(tensor);
-    }
     *view = (struct tensor_view){
         .data = dl.data ? (char *)dl.data + dl.byte_offset : NULL,
         .dtype = dtype_of(dl.dtype.code, dl.dtype.bits, dl.dtype.lanes),
@@ -267,21 +251,18 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
 
 int64_t tensor_view_numel(const struct tensor_view *view) {
     int64_t numel = 1;
-    for (int32_t d = 0; d < view->ndim; d++) {
+    for (int32_t d = 0; d < view->ndim; d++)
         numel *= view->sizes[d];
-    }
     return numel;
 }
 
 bool tensor_view_is_contiguous(const struct tensor_view *view) {
     int64_t expected = 1;
     for (int32_t d = view->ndim - 1; view->strides && d >= 0; d--) {
-        if (view->sizes[d] == 0) {
+        if (view->sizes[d] == 0)
             return true;
-        }
-        if (view->sizes[d] != 1 && view->strides[d] != expected) {
+        if (view->sizes[d] != 1 && view->strides[d] != expected)
             return tensor_view_numel(view) == 0;
-        }
         expected *= view->sizes[d];
     }
     return true;
@@ -294,9 +275,8 @@ void tensor_prefer_large_pages(const struct tensor_view *view) {
 
 const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view) {
     static _Thread_local struct kernel_stream cuda_stream;
-    if (view->device != DEVICE_CUDA || !torch_abi.aoti_torch_get_current_cuda_stream) {
+    if (view->device != DEVICE_CUDA || !torch_abi.aoti_torch_get_current_cuda_stream)
         return &exchange.cpu_stream;
-    }
     torch_abi.aoti_torch_get_current_cuda_stream(view->device_index, &cuda_stream.cuda_stream);
     cuda_stream.device_index = view->device_index;
     return &cuda_stream;

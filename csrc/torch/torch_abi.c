@@ -21,9 +21,8 @@ enum { OLDEST_MAJOR = 2, OLDEST_MINOR = 10 };
 /* What dlsym finds is an object pointer; POSIX says that it may be read back as a function. */
 static bool find_symbol(void *library, const char *name, void *field) {
     void *symbol = library ? dlsym(library, name) : NULL;
-    if (symbol) {
+    if (symbol)
         memcpy(field, &symbol, sizeof symbol);
-    }
     return symbol != NULL;
 }
 
@@ -33,9 +32,8 @@ static PyObject *torch_version(void) {
     PyObject *torch = name ? PyImport_GetModule(name) : NULL;
     PyObject *version = torch ? PyObject_GetAttrString(torch, "__version__") : NULL;
     PyObject *text = version ? PyObject_Str(version) : NULL;
-    if (!text && !PyErr_Occurred()) {
+    if (!text && !PyErr_Occurred())
         PyErr_SetString(PyExc_ImportError, "fsdp_c needs torch to be imported first: import torch, then fsdp_c");
-    }
     Py_XDECREF(version);
     Py_XDECREF(torch);
     Py_XDECREF(name);
@@ -49,9 +47,8 @@ static int check_version(void) {
     int major = 0;
     int minor = 0;
     int result = -1;
-    if (!text) {
+    if (!text)
         goto done;
-    }
     if (sscanf(text, "%d.%d", &major, &minor) != 2 || major < OLDEST_MAJOR ||
         (major == OLDEST_MAJOR && minor < OLDEST_MINOR)) {
         PyErr_Format(PyExc_ImportError, "fsdp_c needs torch >= %d.%d, but torch %s is installed", OLDEST_MAJOR,
@@ -89,12 +86,10 @@ static int find_all(struct torch_abi *found, void *library, void *cuda_library) 
 int torch_abi_init(void) {
     static bool initialised = false;
     struct torch_abi found = {0};
-    if (initialised) {
+    if (initialised)
         return 0;
-    }
-    if (check_version() != 0) {
+    if (check_version() != 0)
         return -1;
-    }
     void *library = dlopen("libtorch_cpu" LIBRARY_SUFFIX, RTLD_NOW | RTLD_NOLOAD);
     void *cuda_library = dlopen("libtorch_cuda" LIBRARY_SUFFIX, RTLD_NOW | RTLD_NOLOAD);
     if (!library) {
@@ -102,9 +97,8 @@ int torch_abi_init(void) {
                         "fsdp_c finds no loaded libtorch_cpu: this torch is built in an unknown way");
         return -1;
     }
-    if (find_all(&found, library, cuda_library) != 0) {
+    if (find_all(&found, library, cuda_library) != 0)
         return -1;
-    }
     torch_abi = found;
     initialised = true;
     return 0;
