@@ -38,7 +38,9 @@ PARTS = {  # an interruption costs one
     "ranks a-c": ("tests/distributed/test_[a-c]*.py",),
     "ranks d-h": ("tests/distributed/test_[d-h]*.py",),
     "ranks i-r": ("tests/distributed/test_[i-r]*.py",),
-    "ranks s-z": ("tests/distributed/test_[s-z]*.py",),
+    "ranks s": ("tests/distributed/test_s*.py",),
+    "ranks t": ("tests/distributed/test_t*.py",),
+    "ranks u-z": ("tests/distributed/test_[u-z]*.py",),
     "parity": ("tests/parity/*.py",),
     "faults": ("tests/faults/*.py",),
 }
