@@ -308,7 +308,8 @@ def table(found: Iterable[Row]) -> str:
     lines = [HEADER]
     lines += ["| " + " | ".join(map(str, row.cells())) + " |" for row in found]
     for row in found:
-        lines += ["", f"## torch {row.torch}, Python {row.python}", "", *(f"- {note}" for note in row.notes())]
+        notes = list(row.notes()) or ["nothing failed"]
+        lines += ["", f"## torch {row.torch}, Python {row.python}", "", *(f"- {note}" for note in notes)]
     return "\n".join(lines)
 
 
@@ -318,7 +319,7 @@ def page(found: Iterable[Row]) -> str:
     return f"""\
 # The suite on versions of torch and Python, {date.today().isoformat()}
 
-One extension, built once, under each version; torch is PyPI's build for Linux, on {platform.machine()} without a GPU.
+One extension under each version; torch is PyPI's build for Linux, on {platform.machine()} without a GPU.
 `make test-versions` repeats it. What failed was run once more by itself: "failed" is what failed again, "passed alone"
 what did not, and "mended" what passed after a change. Not part of it:
 
