@@ -18,25 +18,6 @@ static int clear_grad(PyObject *param) {
     return result;
 }
 
-/* The original parameters show their parts of the sharded flat gradient; those outside the shard show None. */
-static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
-    PyObject *pieces = split(grad, gradients->shard_sizes);
-    int result = pieces ? 0 : -1;
-    for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
-        PyObject *param = PyList_GetItem(gradients->param->params, i);
-        int requires_grad = gradients->shard_pieces[i] < 0 ? 0 : torch_requires_grad(param);
-        if (requires_grad > 0) {
-            PyObject *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
-            result = piece ? torch_set_grad(param, piece) : -1;
-            Py_XDECREF(piece);
-        } else {
-            result = requires_grad < 0 ? -1 : clear_grad(param);
-        }
-    }
-    Py_XDECREF(pieces);
-    return result;
-}
-
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
 static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
     PyObject *views = flat_param_views(gradients->param, grad);
@@ -70,16 +51,21 @@ static PyObject *shown_part(const struct gradients *gradients, const struct tens
     return grad;
 }
 
+static int watch_part(struct gradients *gradients, PyObject *part, int64_t index) {
+    gradients->shown_param = index;
+    ref_set(&gradients->shown, PyWeakref_NewRef(part, gradients->shown_end));
+    return gradients->shown ? 0 : -1;
+}
+
 /* Watch the last part that is shown, but for that of parameter `gone`: gradients are usually cleared in order. */
 static int watch_last_part(struct gradients *gradients, const struct tensor_view *flat, int64_t gone) {
     PyObject *part = NULL;
     int64_t i = gradients->param->num_params;
     while (!part && --i >= 0 && !PyErr_Occurred())
         part = i == gone ? NULL : shown_part(gradients, flat, i);
-    gradients->shown_param = i;
-    ref_set(&gradients->shown, part ? PyWeakref_NewRef(part, gradients->shown_end) : NULL);
+    int result = PyErr_Occurred() ? -1 : part ? watch_part(gradients, part, i) : 0;
     Py_XDECREF(part);
-    return PyErr_Occurred() ? -1 : 0;
+    return result;
 }
 
 static int watch_shown(struct gradients *gradients, int64_t gone) {
@@ -113,12 +99,34 @@ int gradients_init_shown(struct gradients *gradients) {
     return gradients->shown_end ? 0 : -1;
 }
 
+/* The original parameters show their parts of the sharded flat gradient; those outside the shard show None. */
+static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
+    PyObject *pieces = split(grad, gradients->shard_sizes);
+    int result = pieces ? 0 : -1;
+    for (int64_t i = gradients->param->num_params - 1; !result && i >= 0; i--) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i);
+        int requires_grad = gradients->shard_pieces[i] < 0 ? 0 : torch_requires_grad(param);
+        if (requires_grad > 0) {
+            PyObject *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
+            result = piece ? torch_set_grad(param, piece) : -1;
+            if (!result && !gradients->shown)
+                result = watch_part(gradients, piece, i);
+            Py_XDECREF(piece);
+        } else {
+            result = requires_grad < 0 ? -1 : clear_grad(param);
+        }
+    }
+    Py_XDECREF(pieces);
+    return result;
+}
+
 static int show_grads(struct gradients *gradients, PyObject *grad) {
     if (!gradients->param->use_orig_params)
         return 0;
     Py_CLEAR(gradients->shown); /* nothing goes with the views of before */
-    int result = gradients->param->sharded && gradients->kind == GRAD_SHARDED ? show_sharded_grads(gradients, grad)
-                                                                              : show_unsharded_grads(gradients, grad);
+    if (gradients->param->sharded && gradients->kind == GRAD_SHARDED)
+        return show_sharded_grads(gradients, grad);
+    int result = show_unsharded_grads(gradients, grad);
     return result < 0 || gradients->kind != GRAD_SHARDED ? result : watch_shown(gradients, NOBODY);
 }
 
