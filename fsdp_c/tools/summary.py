@@ -32,6 +32,7 @@ from fsdp_c.tools import step_memory
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
 
 SMALL_NUMEL = 2**25  # about where an all-gather comes to its full bandwidth
+LONG_NBYTES = 2**26  # a millisecond and more for a GPU that has 400 Gbit/s
 TEXT_WIDTH = 120
 MAX_NAMES = 4  # in the one line that print(model) has for a unit
 
@@ -147,6 +148,21 @@ class Summary:
     @property
     def hint(self) -> str | None:
         """Advice on wrapping, if there is any."""
+        return "; ".join(hint for hint in (self._hint_of_small_units(), self._hint_of_a_long_start()) if hint) or None
+
+    def _hint_of_a_long_start(self) -> str | None:
+        """A step begins with the gather of the outermost unit and ends with its reduction: nothing hides the two."""
+        first, others = self.units[0], [unit.all_gather_nbytes for unit in self.units[1:] if unit.all_gather_nbytes]
+        if not others or first.all_gather_nbytes < max(LONG_NBYTES, 2 * sorted(others)[len(others) // 2]):
+            return None
+        names = ", ".join(_joint_names(first.names))
+        return (
+            f"{_size(first.all_gather_nbytes)} are in the outermost unit ({names}): a step waits for their all-gather "
+            "at its start and for their reduction at its end, with nothing to compute meanwhile; wrap the largest "
+            "layers among them as units of their own"
+        )
+
+    def _hint_of_small_units(self) -> str | None:
         small = [unit for unit in self.units if unit.is_sharded and 0 < unit.numel < SMALL_NUMEL]
         if len(small) < 2:
             return None

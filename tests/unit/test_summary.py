@@ -156,6 +156,19 @@ def test_plan_of_two_thousand_ranks_and_a_thousand_units_is_quick() -> None:
     assert len(str(whole).splitlines()) < 15  # units that are alike are one line
 
 
+def test_hint_names_what_a_step_waits_for_at_its_start_and_end() -> None:
+    def planned(head: int, **settings: Any) -> fsdp_c.Summary:
+        blocks = [nn.Sequential(nn.Linear(6000, 6000, device="meta")) for _ in range(3)]
+        net = nn.Sequential(*blocks, nn.Linear(6000, head, bias=False, device="meta"))
+        return fsdp_c.plan(net, world_size=8, auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **settings)
+
+    hint = planned(32000).hint
+    assert hint is not None and hint.startswith("732.4 MiB are in the outermost unit (3.weight): a step waits")
+    assert "wrap the largest layers" in hint and "hint: 732.4 MiB" in str(planned(32000))
+    assert planned(10000).hint is None  # as long as the others, about
+    assert planned(32000, strategy=ShardingStrategy.NO_SHARD).hint is None
+
+
 def test_hint_counts_small_units_and_says_how_many_belong_together() -> None:
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
