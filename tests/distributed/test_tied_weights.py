@@ -75,7 +75,7 @@ def wrapped(policy: str | None, use_orig_params: bool, **kwargs: Any) -> FSDP:
 
 def batch(rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + rank)
-    return torch.randint(WIDTH, (4,), generator=generator).to(device())
+    return torch.randint(WIDTH, (4,), generator=generator, device="cpu").to(device())
 
 
 def train(model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> Any:
