@@ -59,6 +59,10 @@ GIVEN_BACK = (
 FOLLOWED = (
     "the stream that the script computes under now comes after the one before, whatever is read of what that has made"
 )
+MADE_BEFORE = (
+    "what is gathered is cast or uploaded on the stream before, which has waited for the same: this wait is for shards "
+    "that are gathered as they are, and for memory"
+)
 UPLOADED = "uploads begin with the step, as casts of a shard on the device must; the host has waited for what it wrote"
 
 PACKED = (
@@ -74,14 +78,28 @@ REASONS: dict[str, dict[Kind, str]] = {
     "two streams, evaluate": {("compute", "compute"): FOLLOWED, ("unshard", "compute"): NOT_WRITTEN},
     "evaluate": {("unshard", "compute"): NOT_WRITTEN},
     "replaced": {("unshard", "compute"): NOT_WRITTEN},
-    "look at parameters, bf16": {("pre-unshard", "compute"): WRITTEN_BACK},
+    "bf16": {("unshard", "compute"): MADE_BEFORE},
+    "write after a refusal": {("unshard", "compute"): MADE_BEFORE},
+    "no limit, forward prefetch, bf16": {
+        ("unshard", "compute"): MADE_BEFORE,
+        ("pre-unshard", "compute"): NOT_WRITTEN,
+    },
+    "HYBRID_SHARD, no limit, forward prefetch, bf16": {
+        ("unshard", "compute"): MADE_BEFORE,
+        ("pre-unshard", "compute"): NOT_WRITTEN,
+    },
+    "look at parameters, bf16": {("pre-unshard", "compute"): WRITTEN_BACK, ("unshard", "compute"): MADE_BEFORE},
     "raise in backward": {("unshard", "compute"): NOT_WRITTEN},
-    "offload, gradients read": {("pre-unshard", "compute"): UPLOADED},
-    "offload, write after evaluating": {("pre-unshard", "compute"): UPLOADED},
-    "offload, no limit, forward prefetch": {("pre-unshard", "compute"): UPLOADED},
+    "offload, gradients read": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
+    "offload, write after evaluating": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
+    "offload, no limit, forward prefetch": {("pre-unshard", "compute"): UPLOADED, ("unshard", "compute"): MADE_BEFORE},
     "NO_SHARD": {("compute", "post-backward"): IN_PLACE},
     "raise in backward, NO_SHARD": {("compute", "post-backward"): IN_PLACE},
-    "offload, NO_SHARD": {("compute", "post-backward"): IN_PLACE, ("pre-unshard", "compute"): UPLOADED},
+    "offload, NO_SHARD": {
+        ("compute", "post-backward"): IN_PLACE,
+        ("pre-unshard", "compute"): UPLOADED,
+        ("unshard", "compute"): MADE_BEFORE,
+    },
     "accumulate, SHARD_GRAD_OP": {("compute", "post-backward"): SHOWN, ("unshard", "compute"): NOT_WRITTEN},
 }
 
