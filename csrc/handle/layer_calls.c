@@ -24,7 +24,6 @@ int layer_calls_init(struct layer_calls *layers, PyObject *calls) {
         PyErr_NoMemory();
         return -1;
     }
-    layers->placed = false; /* by a list that was empty */
     for (; layers->count < count; layers->count++)
         if (layer_call_init(&layers->all[layers->count], PyList_GetItem(calls, layers->count)) < 0)
             return -1;
@@ -62,7 +61,7 @@ static int replace(struct layer_call *layer, PyObject *expected, PyObject *call)
 }
 
 int layer_calls_place(struct layer_calls *layers, bool training) {
-    if (layers->placed || (training && layers->trained == TRAINED_ENOUGH))
+    if (!layers->count || layers->placed || (training && layers->trained == TRAINED_ENOUGH))
         return 0;
     for (int64_t i = 0; i < layers->count; i++)
         if (replace(&layers->all[i], Py_None, layers->all[i].call) < 0)

@@ -496,8 +496,9 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
     """RuntimeError if a parameter is left that neither a unit owns nor the user ignores."""
     for submodule, path in tree.modules.items():
         for name, param in submodule._parameters.items():
-            is_here = tree.homes.get(param, tree.root) is tree.root if param is not None else False
-            if param is not None and is_here and param not in ignored_params and not is_flattened(param):
+            if param is None or param in ignored_params or not tree.is_home_of(param):
+                continue
+            if not is_flattened(param):
                 raise RuntimeError(
                     f"Found an unflattened parameter: {clean_name(joined(path, name))} of shape {tuple(param.shape)} "
                     f"in {unit}"

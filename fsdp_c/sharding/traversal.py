@@ -131,11 +131,15 @@ class Subtree:
         further = []
         for module, path, is_inside in self._places:
             for name, param in module._parameters.items():
-                if param is not None and self.homes.get(param, None if is_inside else self.root) is self.root:
+                if param is not None and self.is_home_of(param, is_inside):
                     info = ParamInfo(name, module, path)
                     if first.setdefault(param, info) is not info:
                         further.append((param, info))
         return first, further
+
+    def is_home_of(self, param: nn.Parameter, is_inside: bool = False) -> bool:
+        """Whether a parameter found in the tree, or in an inner unit of it, counts here."""
+        return self.homes.get(param, None if is_inside else self.root) is self.root
 
     @property
     def params(self) -> dict[nn.Parameter, ParamInfo]:

@@ -81,10 +81,9 @@ def homes_of_shared_params(tree: Subtree, chosen: Container[nn.Module]) -> Homes
     roots = {path: module for module, path in tree.modules.items() if module in chosen}
     roots[""] = tree.root
     around: dict[nn.Parameter, list[list[str]]] = {}
-    for param, _ in tree.shared_params:
-        around[param] = [_roots_around(tree.params[param].module_name, roots)]
     for param, info in tree.shared_params:
-        around[param].append(_roots_around(info.module_name, roots))
+        first = _roots_around(tree.params[param].module_name, roots)
+        around.setdefault(param, [first]).append(_roots_around(info.module_name, roots))
     homes = {}
     for param, places in around.items():
         common = [path for path in places[0] if all(path in others for others in places)]
