@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +107,7 @@ class Result:
     )  # but for the first gather, the last reduction
     of_wire: list[tuple[float, str, str]] = field(default_factory=list)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)  # bytes of a block, how many, and whose
+    idle: list[tuple[int, int, str]] = field(default_factory=list)  # the same of what is reserved and not used then
 
 
 # ---- machines
@@ -191,11 +193,11 @@ def train(model: Any, optimizer: Any, tokens: Any) -> None:
         optimizer.zero_grad()
 
 
-def blocks_at_peak(memory: Any) -> list[tuple[int, int, str]]:
+def largest(counted: Counter[Any]) -> list[tuple[int, int, str]]:
     """By what they take in all."""
     blocks = [
         (block.nbytes, count, f"stream {block.stream}" + (", a pool" if block.in_pool else ""))
-        for block, count in memory.at_peak.items()
+        for block, count in counted.items()
     ]
     return sorted(blocks, key=lambda each: -each[0] * each[1])
 
@@ -227,7 +229,8 @@ def result_of(row: Row, taken: Any, memory: Any, parameters: int, most: int) -> 
         taken.stalls()[:most],
         taken.stalls(without=first_and_last)[:MOST_STALLS],
         taken.wire_stalls()[:MOST_STALLS],
-        blocks_at_peak(memory)[:most],
+        largest(memory.at_peak)[:most],
+        largest(memory.idle_at_peak)[:most],
     )
 
 
@@ -242,7 +245,7 @@ def in_a_process(row: Row, most: int = 0, trace: str | None = None, spans: str |
     if not lines:
         raise RuntimeError(f"{row} failed:\n{done.stderr[-3000:]}")
     fields = json.loads(lines[-1])
-    lists = {name: [tuple(each) for each in fields[name]] for name in ("stalls", "avoidable", "of_wire", "at_peak")}
+    lists = {name: [tuple(each) for each in value] for name, value in fields.items() if isinstance(value, list)}
     return Result(**fields | {"row": row} | lists)
 
 
@@ -349,16 +352,20 @@ def lines_of_standard() -> list[str]:
     return lines
 
 
+def lines_of_blocks(blocks: list[tuple[int, int, str]]) -> list[str]:
+    return [f"{n * count / 2**20:9.1f} MiB  {count} x {n / 2**20:.2f} of {whose}" for n, count, whose in blocks]
+
+
 def most_of(result: Result) -> str:
     """The longest waits, and the most memory."""
     name = result.row.implementation
     waits = [f"{us / 1e3:9.3f} ms  {what}, for {why}" for us, what, why in result.stalls]
-    blocks = [
-        f"{nbytes * count / 2**20:9.1f} MiB  {count} x {nbytes / 2**20:.2f} of {whose}"
-        for nbytes, count, whose in result.at_peak
-    ]
-    waited, used = f"what the computing stream of {name} waited for:", f"what {name} has in use at its peak:"
-    return "\n".join([waited, *waits, "", used, *blocks])
+    parts = [
+        f"what the computing stream of {name} waited for:", *waits, "",
+        f"what {name} has in use at its peak:", *lines_of_blocks(result.at_peak), "",
+        "what is reserved and not in use then, of each segment:", *lines_of_blocks(result.idle),
+    ]  # fmt: skip
+    return "\n".join(parts)
 
 
 def draw(paths: dict[str, str], path: str) -> None:

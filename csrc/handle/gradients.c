@@ -173,15 +173,16 @@ fail:
     return -1;
 }
 
+int gradients_take_reduce_input(struct gradients *gradients) {
+    ref_set(&gradients->reduce_input, torch_empty_like(gradients->storage->copy->reduce_input_like.tensor));
+    return gradients->reduce_input ? 0 : -1;
+}
+
 /* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. It stays in `pending`. */
 static int pack_directly(struct gradients *gradients) {
-    PyObject *input = torch_empty_like(gradients->storage->copy->reduce_input_like.tensor);
-    if (!input || gradients_pack_pending(gradients, input, gradients->predivide) < 0) {
-        Py_XDECREF(input);
+    if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)
         return -1;
-    }
-    ref_set(&gradients->reduce_input, input);
-    return 0;
+    return gradients_pack_pending(gradients, gradients->reduce_input, gradients->predivide);
 }
 
 static int begin_pack(struct gradients *gradients) {

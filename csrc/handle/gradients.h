@@ -90,6 +90,8 @@ void gradients_drop(struct gradients *gradients); /* after an exception: nothing
 /* On the compute stream, before its work for the reduction is marked: what ends as the user's gradient is memory of that stream, where
  * it is used and freed. 0 or -1. */
 int gradients_take_memory(struct gradients *gradients);
+/* Before gradients_pack_beside, on the stream whose memory the reduction's input is to be. 0 or -1. */
+int gradients_take_reduce_input(struct gradients *gradients);
 int gradients_reduce_enqueue(struct gradients *gradients);      /* start the reduction of what was packed */
 int gradients_reduce_finish(struct gradients *gradients);       /* wait, post-divide, accumulate into saved_shard */
 bool gradients_reduce_twice(const struct gradients *gradients); /* in the shard group, and then over the replicas? */

@@ -3,10 +3,23 @@
 #include "runtime/runtime.h"
 #include "runtime/watch.h"
 
+/* Its gradients are still to come in this backward. */
+static bool awaits_gradients(const struct unit *unit) {
+    return unit->handle && (unit->needs_pre_backward_unshard || unit->handle->training_state == USE_BACKWARD_PRE);
+}
+
+/* Mostly the root is found at once, which is the first of the units and the last in backward. */
+static bool is_last(const struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (awaits_gradients(runtime->units[i]))
+            return false;
+    return true;
+}
+
 int runtime_pack(struct runtime *runtime, struct unit *unit) {
     if (watch_unit(unit, Py_None) < 0)
         return -1;
-    return schedule_pack(&runtime->schedule, &unit->handle->gradients);
+    return schedule_pack(&runtime->schedule, &unit->handle->gradients, is_last(runtime));
 }
 
 int runtime_reduce(struct runtime *runtime, struct unit *unit) {

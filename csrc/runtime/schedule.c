@@ -155,15 +155,17 @@ static int mark_received(struct schedule *schedule, struct gradients *gradients)
 }
 
 static int pack_beside(struct schedule *schedule, struct gradients *gradients) {
-    if (release_packed(schedule) < 0 || mark_received(schedule, gradients) < 0 ||
-        stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
+    if (release_packed(schedule) < 0 || (schedule->input_of_compute && gradients_take_reduce_input(gradients) < 0))
+        return -1;
+    if (mark_received(schedule, gradients) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
     int result = gradients_pack_beside(gradients, &schedule->packed_gradients);
     return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
 }
 
-int schedule_pack(struct schedule *schedule, struct gradients *gradients) {
+int schedule_pack(struct schedule *schedule, struct gradients *gradients, bool is_last) {
     schedule->packs_beside = streams_are_real(&schedule->streams) && gradients_pack_directly(gradients);
+    schedule->input_of_compute = !schedule->packs_beside || is_last;
     if ((schedule->packs_beside ? pack_beside(schedule, gradients) : gradients_pack(gradients)) < 0)
         return -1;
     return schedule_set_reduction(schedule, REDUCTION_PACKED, gradients->param);
@@ -177,7 +179,7 @@ int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
         return -1;
     int result = gradients_reduce_enqueue(gradients);
     stream_event *scattered = gradients_reduce_twice(gradients) ? &schedule->scattered : NULL;
-    if (schedule->packs_beside) /* its memory is taken again on the same stream */
+    if (!schedule->input_of_compute) /* its memory is taken again on the same stream */
         gradients_release_reduce_input(gradients);
     if (leave(schedule, STREAM_POST_BACKWARD, scattered, result) < 0)
         return -1;
@@ -206,15 +208,23 @@ static int finish_hybrid_reduction(struct schedule *schedule, struct gradients *
         return -1;
     schedule->all_reducing = true;
     schedule->scattered_output = gradients_take_reduce_output(gradients);
-    return schedule->packs_beside ? 0 : stream_wait(streams, STREAM_COMPUTE, schedule->scattered);
+    return schedule->input_of_compute ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered) : 0;
+}
+
+static int wait_for_reduction(struct schedule *schedule) {
+    bool reducing = schedule->reducing;
+    schedule->reducing = false;
+    if (release_packed(schedule) < 0)
+        return -1;
+    return reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) : 0;
 }
 
 /* Computation waits at once where what is reduced is memory of its own. */
 static int finish_reduction(struct schedule *schedule, struct gradients *gradients) {
     if (finish_on(schedule, gradients, STREAM_POST_BACKWARD, &schedule->reduced) < 0)
         return -1;
-    schedule->reducing = schedule->packs_beside;
-    return schedule->packs_beside ? 0 : stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced);
+    schedule->reducing = streams_are_real(&schedule->streams);
+    return schedule->input_of_compute ? wait_for_reduction(schedule) : 0;
 }
 
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients) {
@@ -235,13 +245,7 @@ static int wait_for_all_reduces(struct schedule *schedule) {
 }
 
 int schedule_wait_reduced(struct schedule *schedule) {
-    bool reducing = schedule->reducing;
-    schedule->reducing = false;
-    if (release_packed(schedule) < 0)
-        return -1;
-    if (reducing && stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) < 0)
-        return -1;
-    return wait_for_all_reduces(schedule);
+    return wait_for_reduction(schedule) < 0 ? -1 : wait_for_all_reduces(schedule);
 }
 
 /* ---- ends ---- */

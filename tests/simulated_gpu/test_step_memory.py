@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,17 @@ from tests.simulated_gpu import timeline
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("sequence", [256, 1024], ids=["most at the end of the backward", "most at its begin"])
-def test_no_more_is_requested_than_by_torch(sequence: int) -> None:
+SHAPES: dict[str, dict[str, Any]] = {
+    "most at the end of the backward": {"machine": "nvlink8", "sequence": 256},
+    "most at its begin": {"machine": "nvlink8", "sequence": 1024},
+    "most of it activations": {"machine": "ib512", "sequence": 4096, "batch": 4},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_more_is_requested_than_by_torch(shape: str) -> None:
     """What is allocated is a little more: the allocator leaves a rest of less than 1 MiB to a block that is larger."""
-    fsdp1, fsdp2, ours = (in_a_process(Row(name, "0.4B", "nvlink8", sequence=sequence)) for name in IMPLEMENTATIONS)
+    fsdp1, fsdp2, ours = (in_a_process(Row(name, "0.4B", **SHAPES[shape])) for name in IMPLEMENTATIONS)
     assert ours.requested_MiB <= min(fsdp1.requested_MiB, fsdp2.requested_MiB)
     assert ours.between_MiB <= min(fsdp1.between_MiB, fsdp2.between_MiB)
     assert ours.reserved_MiB <= min(fsdp1.reserved_MiB, fsdp2.reserved_MiB)
@@ -58,6 +66,26 @@ def run(program: str) -> None:
     environment = os.environ | timeline.environment()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
+    """Of four layers in bf16, reduced in fp32, the first alone comes last in backward."""
+    run("""
+full = 4 * (1024 * 1024 + 1024)
+with memory() as taken:
+    forward_backward()
+inputs = [block.stream for _, block, is_taken in taken.changes if is_taken and block.nbytes >= full]
+assert len(inputs) == 4 and 0 not in inputs[:3] and inputs[3] == 0, inputs
+""")
+
+
+def test_what_is_idle_at_the_peak_is_reserved_and_not_used() -> None:
+    run("""
+with memory() as taken:
+    forward_backward()
+idle = nbytes_of(taken.idle_at_peak)
+assert idle > 0 and nbytes_of(taken.at_peak) + idle == torch.cuda.memory_reserved()
+""")
 
 
 def test_gradients_go_with_zero_grad_and_nothing_gathered_outlives_the_backward() -> None:

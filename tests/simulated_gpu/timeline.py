@@ -7,10 +7,11 @@ with SIMULATED_GPU_TIMELINE=1 or SIMULATED_GPU_SHAPES=1: ``environment()``. All 
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,7 +285,7 @@ def picture(steps: dict[str, Step], path: str | Path, since: float = 0.0, until:
 
 @dataclass(frozen=True)
 class Block:
-    """Memory in use."""
+    """Memory in use, or reserved."""
 
     nbytes: int
     stream: int  # to which it belongs; 0: the default stream
@@ -296,20 +297,31 @@ class Memory:
     """What was in use on the device, from one moment to another."""
 
     changes: list[tuple[int, Block, bool]] = field(default_factory=list)  # the address, and whether it is taken
+    segments: dict[int, Block] = field(default_factory=dict)  # by their addresses: what is reserved at the end
 
     @property
     def in_use(self) -> Counter[Block]:
         """At the end."""
-        return Counter(self._follow()[0])
+        return Counter(self._follow()[0].values())
 
     @property
     def at_peak(self) -> Counter[Block]:
-        return Counter(self._follow()[1])
+        return Counter(self._follow()[1].values())
 
-    def _follow(self) -> tuple[list[Block], list[Block]]:
+    @property
+    def idle_at_peak(self) -> Counter[Block]:
+        """What was not in use then of each segment that is there at the end."""
+        starts = sorted(self.segments)
+        idle = {start: segment.nbytes for start, segment in self.segments.items()}
+        for address, block in self._follow()[1].items():
+            idle[starts[bisect_right(starts, address) - 1]] -= block.nbytes
+        return Counter(replace(self.segments[start], nbytes=nbytes) for start, nbytes in idle.items() if nbytes)
+
+    def _follow(self) -> tuple[dict[int, Block], dict[int, Block]]:
+        """What is used, by address: at the end, and at the peak."""
         used: dict[int, Block] = {}
         nbytes = peak = 0
-        at_peak: list[Block] = []
+        at_peak: dict[int, Block] = {}
         for address, block, is_taken in self.changes:
             nbytes += block.nbytes if is_taken else -block.nbytes
             if is_taken:
@@ -317,8 +329,8 @@ class Memory:
             else:
                 del used[address]
             if nbytes > peak:
-                peak, at_peak = nbytes, list(used.values())
-        return list(used.values()), at_peak
+                peak, at_peak = nbytes, dict(used)
+        return used, at_peak
 
 
 def nbytes_of(blocks: Counter[Block]) -> int:
@@ -333,6 +345,8 @@ def memory() -> Iterator[Memory]:
     yield taken
     for address, nbytes, stream, in_pool in native().take_memory_log():
         taken.changes.append((address, Block(abs(nbytes), stream, in_pool), nbytes > 0))
+    for address, nbytes, stream, in_pool in native().reserved_segments():
+        taken.segments[address] = Block(nbytes, stream, in_pool)
 
 
 @contextmanager

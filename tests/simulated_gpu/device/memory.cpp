@@ -131,6 +131,17 @@ std::vector<memory_change> take_memory_log() {
     return std::move(changes);
 }
 
+/* All blocks of a segment have the stream and the pool of the first, which begins where it does. */
+std::vector<memory_segment> reserved_segments() {
+    holding lock(device_lock);
+    std::vector<memory_segment> all;
+    for (const auto &[at, each] : segments) {
+        const block &first = blocks.at(at);
+        all.push_back({at, each.nbytes, (int)first.owner->id, first.pool.second != 0});
+    }
+    return all;
+}
+
 /* To the free ones, where it joins its neighbours. */
 static void give_back(uintptr_t at) {
     auto it = blocks.find(at);

@@ -29,6 +29,13 @@ struct memory_change {
     bool in_pool;   /* that somebody has begun */
 };
 
+struct memory_segment {
+    uintptr_t at;
+    size_t nbytes;
+    int stream;
+    bool in_pool;
+};
+
 DEVICE_API void *device_alloc(size_t nbytes, int device, stream *on); /* nullptr: out of memory */
 DEVICE_API void device_free(void *memory);
 DEVICE_API void record_stream(void *memory, stream *user);
@@ -38,6 +45,7 @@ DEVICE_API memory_stats stats_of(int device);
 DEVICE_API void reset_peaks(int device);
 DEVICE_API void log_memory(); /* from now on: what is in use, and then each change of that */
 DEVICE_API std::vector<memory_change> take_memory_log();
+DEVICE_API std::vector<memory_segment> reserved_segments(); /* of all devices */
 DEVICE_API size_t total_memory();
 DEVICE_API void set_fraction(double fraction, int device); /* of it that may be reserved */
 

@@ -184,6 +184,13 @@ static void bind_memory(py::module_ &module) {
         }
         return all;
     });
+    module.def("reserved_segments", [] {
+        py::list all;
+        for (const memory_segment &each : reserved_segments()) {
+            all.append(py::make_tuple(each.at, each.nbytes, each.stream, each.in_pool));
+        }
+        return all;
+    });
     module.def("emptyCache", [](const py::args &) { empty_cache(); });
     module.def("setMemoryFraction", &set_fraction);
     module.def("beginAllocateToPool", [](int device, id_pair id) { begin_pool(device, {id.first, id.second}); });
