@@ -10,7 +10,7 @@ were given: a FullyShardedDataParallel, a FlatParamHandle.
 
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
-from typing import Any, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -297,6 +297,31 @@ class Runtime:
         everything is as before the step. Amid a backward of another thread it waits 50 ms in vain."""
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
+
+# what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may take
+DRY_RUN_GATHER: int
+DRY_RUN_TAKE: int
+DRY_RUN_GIVE_BACK: int
+
+# (index of the unit around it, -1 for the root; bytes of its unsharded parameters, 0 where the shard is the whole
+# already; strategy; backward_prefetch; forward_prefetch; whether it has parameters; whether any of them is trained)
+_DryRunUnit: TypeAlias = tuple[int, int, int, int, bool, bool, bool]
+
+def dry_run(
+    units: tuple[_DryRunUnit, ...],  # of one tree, an outer unit before its inner ones
+    sync_gradients: tuple[bool, ...],  # one step for each; False for one under no_sync()
+    *,
+    backward_prefetch_limit: int,
+    forward_prefetch_limit: int,
+    has_streams: bool,  # computes on a GPU
+    inputs_require_grad: bool,
+) -> list[list[tuple[int, int]]]:
+    """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit).
+
+    One list for what is reserved before the first step, then two for each step, its forward and its backward. Each unit
+    runs once, in its place, and nothing is recomputed. An all-gather that takes no memory goes into that which was held
+    back for its unit. ValueError where units are not in that order.
+    """
 
 def bind_callbacks(
     *,

@@ -2,10 +2,12 @@
 #include "collective/collective.h"
 #include "handle/handle_ops.h"
 #include "kernels/loops.h"
+#include "python/dry_run_function.h"
 #include "python/layout_functions.h"
 #include "python/layout_type.h"
 #include "python/types.h"
 #include "runtime/callbacks.h"
+#include "runtime/dry_run.h"
 #include "runtime/hook.h"
 #include "runtime/operations.h"
 #include "runtime/watch.h"
@@ -183,7 +185,9 @@ static int add_type(PyObject *module, const char *name, PyObject *type) {
 }
 
 static int add_types(PyObject *module) {
-    if (layout_functions_add(module) < 0 || add_type(module, "FlatLayout", layout_type_create(module)) < 0)
+    if (layout_functions_add(module) < 0 || dry_run_function_add(module) < 0)
+        return -1;
+    if (add_type(module, "FlatLayout", layout_type_create(module)) < 0)
         return -1;
     if (add_type(module, "Handle", handle_type_create(module)) < 0)
         return -1;
@@ -210,6 +214,9 @@ static int add_constants(PyObject *module) {
         {"NO_SHARD", NO_SHARD},
         {"HYBRID_SHARD", HYBRID_SHARD},
         {"HYBRID_SHARD_ZERO2", HYBRID_SHARD_ZERO2},
+        {"DRY_RUN_GATHER", DRY_RUN_GATHER},
+        {"DRY_RUN_TAKE", DRY_RUN_TAKE},
+        {"DRY_RUN_GIVE_BACK", DRY_RUN_GIVE_BACK},
         {"SET_DIRECTLY", SETTING_DIRECT},
         {"SET_BY_SETATTR", SETTING_BY_SETATTR},
         {"SET_BYPASSING", SETTING_BYPASS},

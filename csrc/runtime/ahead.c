@@ -66,7 +66,7 @@ int unit_prefetch(struct unit *unit, enum training_state state) {
                                                   [USE_BACKWARD_PRE] = TRACED_PRE_BACKWARD_PREFETCH,
                                                   [USE_BACKWARD_POST] = TRACED_POST_BACKWARD_PREFETCH};
     struct trace trace = trace_begin(parts[state], unit->recorder_index);
-    int result = operations.prefetch(unit, state);
+    int result = unit->runtime->operations->prefetch(unit, state);
     trace_end(trace);
     return result;
 }

@@ -6,15 +6,9 @@
 
 /* ---- pre-backward ---- */
 
-static int unshard_for_backward(struct unit *unit) {
+static int prepare(struct unit *unit) {
     struct handle *handle = unit->handle;
-    if (handle_set_training_state(handle, USE_BACKWARD_PRE) < 0)
-        return -1;
-    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
-        return -1;
-    unit->needs_pre_backward_unshard = false;
-    order_place_set_prefetched(&unit->place, false);
-    if (unit_prefetch(unit, USE_BACKWARD_PRE) < 0)
+    if (unit_unshard_for_backward(unit) < 0)
         return -1;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
     if (handle->param.use_orig_params && handle_show_views(handle) < 0)
@@ -35,7 +29,7 @@ static int pre_backward(struct unit *unit) {
         return -1;
     if (unit_set_phase(unit, PHASE_IN_STEP) < 0)
         return -1;
-    if (unit->handle && unshard_for_backward(unit) < 0)
+    if (unit->handle && prepare(unit) < 0)
         return -1;
     unit->ran_pre_backward = true;
     unit->left_out = false;
@@ -55,28 +49,24 @@ int unit_pre_backward(struct unit *unit) {
 
 /* ---- post-backward ---- */
 
-int unit_post_backward_reshard(struct unit *unit) {
-    if (unit_reshard_in_backward(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
-        return -1;
-    return schedule_give_back(&unit->runtime->schedule);
-}
-
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (runtime_finish_reduction(runtime) < 0 || operations.post_backward_reshard(unit) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
     return runtime_pack(runtime, unit) < 0 ? -1 : runtime_reduce(runtime, unit);
 }
 
 static int keep_unsharded(struct unit *unit) {
-    return operations.post_backward_reshard(unit) < 0 ? -1 : gradients_accumulate_unsharded(&unit->handle->gradients);
+    if (unit->runtime->operations->post_backward_reshard(unit) < 0)
+        return -1;
+    return gradients_accumulate_unsharded(&unit->handle->gradients);
 }
 
 /* A hook of the user's has set the flat parameter's `.grad` to None. */
 static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!unit->sync_gradients || !handle->param.sharded || handle->gradients.saved_shard)
-        return operations.post_backward_reshard(unit);
+        return unit->runtime->operations->post_backward_reshard(unit);
     PyErr_Format(
         PyExc_AssertionError,
         "rank %lld, unit %S: a hook of its flat parameter has set .grad to None before the gradient was reduced, "
@@ -116,17 +106,6 @@ int unit_post_backward(struct unit *unit) {
     if (!result)
         result = post_backward(unit);
     torch_set_grad_enabled(enabled);
-    trace_end(trace);
-    return result;
-}
-
-int unit_reshard_only(struct unit *unit) {
-    if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
-        return 0;
-    struct trace trace = trace_begin(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
-    int result = handle_set_training_state(unit->handle, USE_BACKWARD_POST);
-    if (!result)
-        result = operations.post_backward_reshard(unit);
     trace_end(trace);
     return result;
 }

@@ -54,15 +54,11 @@ static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
     return runtime_reduce(runtime, unit) < 0 ? -1 : runtime_finish_reduction(runtime);
 }
 
-/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid
- * their forward, or wait for the backward of the whole. */
-static bool ends(const struct unit *unit) {
-    if (!unit->runtime->num_in_forward)
-        return true;
-    if (!unit->handle)
-        return unit->ran_pre_backward;
-    enum training_state state = unit->handle->training_state;
-    return state == USE_BACKWARD_PRE || state == USE_BACKWARD_POST || (state == USE_IDLE && unit->place.prefetched);
+static bool offloads(const struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle && runtime->units[i]->handle->storage.offload)
+            return true;
+    return false;
 }
 
 static int finalise_units(struct runtime *runtime) {
@@ -71,20 +67,13 @@ static int finalise_units(struct runtime *runtime) {
     for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
         if (reduce_left_over(runtime, runtime->units[i]) < 0)
             return -1;
-    bool offload = false;
-    if (schedule_wait_reduced(&runtime->schedule) < 0)
+    if (schedule_wait_reduced(&runtime->schedule) < 0 || runtime_reshard_units(runtime) < 0)
+        return -1;
+    if (offloads(runtime) && schedule_synchronize(&runtime->schedule) < 0) /* an optimizer on the CPU may step next */
         return -1;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        if (unit->handle && ends(unit) && unit_reshard_in_backward(unit) < 0)
-            return -1;
-        offload = offload || (unit->handle && unit->handle->storage.offload);
-    }
-    if (offload && schedule_synchronize(&runtime->schedule) < 0) /* an optimizer on the CPU may step next */
-        return -1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
-        if (!ends(unit))
+        if (!unit_ends_with_backward(unit))
             continue;
         if (unit_unwatch_inputs(unit) < 0 || (unit->handle && finalise_handle(unit) < 0) || unit_end_step(unit) < 0)
             return -1;

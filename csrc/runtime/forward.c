@@ -63,24 +63,12 @@ static int validate_order(struct unit *unit) {
     return training > 0 ? order_validate(order, &unit->place) : training;
 }
 
-static int unshard_for_forward(struct unit *unit) {
-    if (validate_order(unit) < 0)
-        return -1;
-    order_record_pre_forward(&unit->runtime->order, &unit->place);
-    if (unit_begin_step_alone(unit) < 0)
-        return -1;
-    if (unit_gather_and_wait(unit) < 0)
-        return -1;
-    order_place_set_prefetched(&unit->place, false);
-    return unit_prefetch(unit, USE_FORWARD);
-}
-
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (unit_precision_for_forward(unit) < 0)
         return -1;
-    if (unit->handle && unshard_for_forward(unit) < 0)
+    if (unit->handle && (validate_order(unit) < 0 || unit_unshard_for_forward(unit) < 0))
         return -1;
-    if (unit_convert_inputs(unit, args, kwargs) < 0 || operations.register_post_backward_hook(unit) < 0)
+    if (unit_convert_inputs(unit, args, kwargs) < 0 || unit->runtime->operations->register_post_backward_hook(unit) < 0)
         return -1;
     return unit->handle ? show_unsharded(unit, *args, *kwargs) : 0;
 }
@@ -104,28 +92,11 @@ static int root_pre_forward(struct unit *unit) {
 
 /* ---- post-forward ---- */
 
-/* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use (parity 4). */
-static int reshard_after_forward(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    bool expected = unit->needs_pre_backward_unshard;
-    bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
-    bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
-    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 || unit_reshard(unit, free_storage) < 0)
-        return -1;
-    bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
-    if (!views_stay && handle_show_sharded(handle) < 0)
-        return -1;
-    return handle_set_training_state(handle, USE_IDLE);
-}
-
 /* *output are replaced only where the registration of hooks is. */
 static int post_forward(struct unit *unit, PyObject **output) {
     unit->ran_pre_backward = unit->needs_pre_backward_unshard = false;
-    if (operations.register_pre_backward_hooks(unit, output) < 0)
-        return -1;
-    if (unit->handle && reshard_after_forward(unit) < 0)
-        return -1;
-    if (unit->is_root && !unit->needs_pre_backward_unshard && schedule_settle(&unit->runtime->schedule) < 0)
+    if (unit->runtime->operations->register_pre_backward_hooks(unit, output) < 0 ||
+        unit_reshard_after_forward(unit) < 0)
         return -1;
     return unit_set_phase(unit, PHASE_IDLE);
 }

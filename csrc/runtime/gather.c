@@ -71,7 +71,8 @@ int unit_enqueue_gather(struct unit *unit) {
 
 static int begin_gather(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    if (operations.prepare_gather(unit) < 0 || (unit->limit_all_gathers && schedule_limit(schedule) < 0))
+    if (unit->runtime->operations->prepare_gather(unit) < 0 ||
+        (unit->limit_all_gathers && schedule_limit(schedule) < 0))
         return -1;
     return schedule_begin_gather(schedule);
 }
@@ -79,13 +80,13 @@ static int begin_gather(struct unit *unit) {
 int unit_gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
         return edits_check_views(&unit->handle->edits);
-    if (operations.is_there(unit))
+    if (unit->runtime->operations->is_there(unit))
         return handle_unshard_enqueue(unit->handle);
     if (begin_gather(unit) < 0) {
         handle_free_unshard(unit->handle);
         return explain_gather(unit, false);
     }
-    if (schedule_end_gather(&unit->runtime->schedule, &unit->gather, operations.gather(unit)) < 0)
+    if (schedule_end_gather(&unit->runtime->schedule, &unit->gather, unit->runtime->operations->gather(unit)) < 0)
         return explain_gather(unit, false);
     return 0;
 }
@@ -107,15 +108,8 @@ int unit_reshard(struct unit *unit, bool free_storage) {
     bool held = unit->handle->storage.param_state != PARAM_SHARDED;
     if (unit_wait_gathered(unit) < 0) /* gathered ahead for nothing */
         return -1;
-    if (operations.reshard(unit, free_storage) < 0)
+    if (unit->runtime->operations->reshard(unit, free_storage) < 0)
         return -1;
-    bool freed = held && free_storage && !operations.is_there(unit);
+    bool freed = held && free_storage && !unit->runtime->operations->is_there(unit);
     return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
-}
-
-int unit_reshard_in_backward(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    bool free_storage =
-        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
-    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }

@@ -104,7 +104,7 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
     Py_XDECREF(hook);
     if (!result && !hooked)
         return unit_note_cut_off(unit);
-    unit->needs_pre_backward_unshard = hooked > 0 && unit->handle;
+    unit_expect_backward(unit, hooked > 0);
     if (unit->needs_pre_backward_unshard)
         unit->graph_precision = storage_precision(&unit->handle->storage);
     return result;

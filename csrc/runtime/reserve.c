@@ -57,14 +57,16 @@ static int give_all_back(struct runtime *runtime) {
     return result;
 }
 
+int runtime_take_memory(struct runtime *runtime) {
+    int result = take_all(runtime);
+    return give_all_back(runtime) < 0 ? -1 : result;
+}
+
 int runtime_reserve(struct runtime *runtime) {
     struct schedule *schedule = &runtime->schedule;
     if (!schedule_wants_memory(schedule))
         return 0;
     if (schedule_begin_reserve(schedule) < 0)
         return -1;
-    int result = take_all(runtime);
-    if (give_all_back(runtime) < 0)
-        result = -1;
-    return schedule_end_reserve(schedule, result);
+    return schedule_end_reserve(schedule, runtime_take_memory(runtime));
 }

@@ -1,5 +1,6 @@
 /* A root: its life, and the start of a step. */
 #include "runtime/runtime.h"
+#include "runtime/operations.h"
 
 #include "torch/names.h"
 
@@ -32,6 +33,7 @@ static int init_schedule(struct runtime *runtime) {
 int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objects, struct unit **units) {
     size_t count = (size_t)PyTuple_Size(unit_objects);
     runtime->object = object;
+    runtime->operations = &operations;
     runtime->unit_objects = Py_NewRef(unit_objects);
     runtime->units = PyMem_Calloc(count + 1, sizeof *runtime->units);
     if (!runtime->units) {

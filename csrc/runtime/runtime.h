@@ -21,11 +21,14 @@
 #include "runtime/schedule.h"
 #include "runtime/unit.h"
 
+struct operations;
+
 struct runtime {
     PyObject *object;       /* borrowed */
     PyObject *unit_objects; /* owned; tuple */
     struct unit **units;    /* owned array of borrowed pointers; units[0] is the root */
     int64_t num_units;
+    const struct operations *operations; /* borrowed; a dry run has one of its own */
     struct order order;
     bool callback_queued;
     int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it */
@@ -50,7 +53,10 @@ int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
 void runtime_leave_forward(struct runtime *runtime);
 
-int runtime_reserve(struct runtime *runtime); /* reserve.c: before the first step, memory for what it gathers */
+int runtime_reserve(struct runtime *runtime);     /* reserve.c: before the first step, memory for what it gathers */
+int runtime_take_memory(struct runtime *runtime); /* that memory, and give it back. 0 or -1 */
+int runtime_reshard_units(
+    struct runtime *runtime); /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
 
 /* backward_end.c. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);

@@ -115,14 +115,26 @@ int unit_gather(struct unit *unit);        /* enqueue the all-gather, after the 
 int unit_wait_gathered(struct unit *unit); /* computation waits for it */
 int unit_gather_and_wait(struct unit *unit);
 int unit_reshard(struct unit *unit, bool free_storage);
-int unit_reshard_in_backward(
-    struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
 /* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);
 int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
+
+/* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
+ * said. */
+int unit_unshard_for_forward(struct unit *unit); /* and gather ahead what comes after it in the order */
+void unit_expect_backward(struct unit *unit, bool expected);
+int unit_reshard_after_forward(struct unit *unit);
+int unit_unshard_for_backward(struct unit *unit);
+int unit_reshard_in_backward(
+    struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
+int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
+int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
+/* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid
+ * their forward, or wait for the backward of the whole. */
+bool unit_ends_with_backward(const struct unit *unit);
 
 /* ahead.c. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
@@ -150,8 +162,6 @@ int unit_note_checkpointed(struct unit *unit); /* a forward without gradients ha
 
 int unit_pre_backward(struct unit *unit);
 int unit_post_backward(struct unit *unit);
-int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
-int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */
 int unit_attach_views(struct unit *unit);

@@ -17,7 +17,6 @@ from fsdp_c import _C
 from fsdp_c.compat.aliases import Kwargs
 from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,
-    NO_RESHARD_AFTER_FORWARD_STRATEGIES,
     BackwardPrefetch,
     MixedPrecision,
     ShardingStrategy,
@@ -129,7 +128,8 @@ class Summary:
     def peak_unsharded_nbytes(self) -> int:
         """The most bytes of unsharded parameters that a rank holds at once in a training step.
 
-        See ``fsdp_c.tools.step_memory`` for what is taken for granted of the step.
+        The step is one as most models run it: each unit once, in the order in which modules are registered, without
+        recomputation.
         """
         return self._step.peak_nbytes
 
@@ -189,12 +189,11 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
     return step_memory.StepUnit(
         unit.parent,
         unit.unsharded_nbytes,
-        unit.dtype is not None,
-        unit.is_trainable,
-        unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES,
-        unit.is_sharded,
+        unit.sharding_strategy,
         unit.backward_prefetch,
         unit.forward_prefetch,
+        unit.dtype is not None,
+        unit.is_trainable,
         unit.device_type == "cuda",
     )
 

@@ -1,0 +1,277 @@
+#include "runtime/dry_run.h"
+
+#include <stddef.h>
+
+#include "runtime/hook.h"
+#include "runtime/operations.h"
+#include "torch/names.h"
+
+/* One unit of the tree: the runtime's structs, and where it is in the tree. */
+struct actor {
+    struct dry_run *run;
+    const struct dry_unit *is;
+    struct unit unit;
+    struct handle handle;
+    struct actor *parent, *previous, *next; /* beside it, inside the same unit */
+    struct actor *first, *last;             /* inside it */
+    bool has_inputs;                        /* that require gradients */
+};
+
+struct dry_run {
+    const struct dry_tree *tree;
+    struct actor *actors; /* owned, as the two arrays below */
+    struct unit **units;
+    struct actor **passed; /* frozen units whose inputs have yet to get their gradients */
+    int64_t num_passed;
+    struct operations operations; /* the runtime's own, but for the all-gather */
+    struct runtime runtime;
+    PyObject *tensor;   /* owned; stands for all, and is empty */
+    PyObject *name;     /* owned; str */
+    PyObject *events;   /* borrowed; what happens goes there */
+    bool requires_grad; /* what the last unit returned does */
+};
+
+/* ---- what is recorded ---- */
+
+static int record(const struct actor *actor, enum dry_event event) {
+    PyObject *item = Py_BuildValue("(iL)", (int)event, (long long)actor->unit.place.unit);
+    int result = item ? PyList_Append(actor->run->events, item) : -1;
+    Py_XDECREF(item);
+    return result;
+}
+
+/* In the place of a storage's resize_, before the buffer knows of it. */
+static int on_resize(void *target) {
+    const struct actor *actor = target;
+    return record(actor, actor->handle.storage.copy->full.allocated ? DRY_RUN_GIVE_BACK : DRY_RUN_TAKE);
+}
+
+/* In the place of an all-gather. */
+static int gather(struct unit *unit) {
+    const struct actor *actor = (const struct actor *)((const char *)unit - offsetof(struct actor, unit));
+    if (record(actor, DRY_RUN_GATHER) < 0 || storage_alloc_unsharded(&unit->handle->storage) < 0)
+        return -1;
+    return storage_set_state(&unit->handle->storage, PARAM_UNSHARDING);
+}
+
+/* ---- the tree ---- */
+
+static void join_parent(struct dry_run *run, struct actor *actor) {
+    if (actor->is->parent < 0)
+        return;
+    struct actor *parent = &run->actors[actor->is->parent];
+    actor->parent = parent;
+    actor->previous = parent->last;
+    *(parent->last ? &parent->last->next : &parent->first) = actor;
+    parent->last = actor;
+}
+
+static int init_handle(struct dry_run *run, struct actor *actor) {
+    struct handle *handle = &actor->handle;
+    bool sharded = actor->is->strategy != NO_SHARD;
+    *handle = (struct handle){
+        .param = {.tensor = run->tensor,
+                  .name = run->name,
+                  .strategy = actor->is->strategy,
+                  .sharded = sharded,
+                  .skip_writeback_check = true},
+        .storage = {.local_shard = run->tensor,
+                    .copies = {{.full_data = run->tensor, .is_local = actor->is->nbytes == 0}}},
+    };
+    storage_bind(&handle->storage, &handle->param);
+    slots_bind(&handle->slots, &handle->param);
+    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->published);
+    edits_bind(&handle->edits, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
+               &handle->training_state);
+    storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL);
+    PyObject *resize = hook_new(on_resize, actor, NULL);
+    if (!resize)
+        return -1;
+    buffer_init_without_memory(&handle->storage.copy->full, run->tensor, resize, actor->is->nbytes);
+    Py_DECREF(resize);
+    return 0;
+}
+
+static int init_actor(struct dry_run *run, int64_t index) {
+    struct actor *actor = &run->actors[index];
+    const struct dry_unit *is = &run->tree->units[index];
+    actor->run = run;
+    actor->is = is;
+    actor->unit = (struct unit){
+        .handle = is->has_params ? &actor->handle : NULL,
+        .runtime = &run->runtime,
+        .name = run->name,
+        .backward_prefetch = is->backward_prefetch,
+        .forward_prefetch = is->forward_prefetch,
+        .is_root = index == 0,
+        .sync_gradients = true,
+        .recorder_index = -1,
+    };
+    order_place_init(&actor->unit.place, index);
+    run->units[index] = &actor->unit;
+    join_parent(run, actor);
+    return is->has_params ? init_handle(run, actor) : 0;
+}
+
+static int init_runtime(struct dry_run *run) {
+    struct runtime *runtime = &run->runtime;
+    PyObject *cpu = PyObject_GetAttr(run->tensor, torch_names.device);
+    run->operations = operations_own;
+    run->operations.gather = gather;
+    *runtime = (struct runtime){.units = run->units, .num_units = run->tree->num_units, .operations = &run->operations};
+    int result =
+        cpu && order_init(&runtime->order, runtime->num_units) == 0 ? schedule_init(&runtime->schedule, cpu) : -1;
+    Py_XDECREF(cpu);
+    order_set_limits(&runtime->order, run->tree->backward_prefetch_limit, run->tree->forward_prefetch_limit);
+    return result;
+}
+
+static PyObject *empty_tensor(void) {
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *tensor = torch ? PyObject_CallMethod(torch, "empty", "i", 0) : NULL;
+    Py_XDECREF(torch);
+    return tensor;
+}
+
+static int init(struct dry_run *run) {
+    size_t count = (size_t)run->tree->num_units;
+    run->actors = PyMem_Calloc(count, sizeof *run->actors);
+    run->units = PyMem_Calloc(count, sizeof *run->units);
+    run->passed = PyMem_Calloc(count, sizeof *run->passed);
+    if (!run->actors || !run->units || !run->passed) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    run->name = PyUnicode_FromString("of a dry run");
+    run->tensor = run->name ? empty_tensor() : NULL;
+    if (!run->tensor || init_runtime(run) < 0)
+        return -1;
+    for (int64_t i = 0; i < run->tree->num_units; i++)
+        if (init_actor(run, i) < 0)
+            return -1;
+    return 0;
+}
+
+static void fini(struct dry_run *run) {
+    for (int64_t i = 0; run->actors && i < run->tree->num_units; i++)
+        buffer_fini(&run->actors[i].handle.storage.copies[PRECISION_COMPUTE].full);
+    order_fini(&run->runtime.order);
+    schedule_fini(&run->runtime.schedule);
+    PyMem_Free(run->actors);
+    PyMem_Free(run->units);
+    PyMem_Free(run->passed);
+    Py_CLEAR(run->tensor);
+    Py_CLEAR(run->name);
+}
+
+/* ---- what a model and autograd do ---- */
+
+static int forward(struct actor *actor) {
+    struct dry_run *run = actor->run;
+    if (actor->unit.handle && unit_unshard_for_forward(&actor->unit) < 0)
+        return -1;
+    actor->has_inputs = run->requires_grad;
+    for (struct actor *inner = actor->first; inner; inner = inner->next)
+        if (forward(inner) < 0)
+            return -1;
+    run->requires_grad = run->requires_grad || actor->is->is_trainable;
+    unit_expect_backward(&actor->unit, run->requires_grad);
+    return unit_reshard_after_forward(&actor->unit);
+}
+
+static int reshard_passed(struct dry_run *run) {
+    for (int64_t i = 0; i < run->num_passed; i++)
+        if (unit_reshard_only(&run->passed[i]->unit) < 0)
+            return -1;
+    run->num_passed = 0;
+    return 0;
+}
+
+/* Where the output is that of the unit inside, that unit's pre-backward comes first, and then the gradients of what is before it. */
+static int pre_backward(struct actor *actor) {
+    if (!actor->unit.needs_pre_backward_unshard)
+        return 0;
+    bool comes_with_inner = actor->last && actor->last->unit.needs_pre_backward_unshard;
+    if (unit_unshard_for_backward(&actor->unit) < 0)
+        return -1;
+    return comes_with_inner ? 0 : reshard_passed(actor->run);
+}
+
+/* A frozen unit goes when its inputs have gradients: after the pre-backward of the unit that they come from. */
+static int end_frozen_backward(struct actor *actor) {
+    if (!actor->has_inputs)
+        return 0;
+    if (!actor->previous)
+        return unit_reshard_only(&actor->unit);
+    actor->run->passed[actor->run->num_passed++] = actor;
+    return 0;
+}
+
+static int post_backward(struct actor *actor) {
+    if (!actor->unit.handle)
+        return 0;
+    if (!actor->is->is_trainable)
+        return end_frozen_backward(actor);
+    if (handle_set_training_state(&actor->handle, USE_BACKWARD_POST) < 0)
+        return -1;
+    return actor->run->operations.post_backward_reshard(&actor->unit);
+}
+
+static int backward(struct actor *actor) {
+    if (pre_backward(actor) < 0)
+        return -1;
+    for (struct actor *inner = actor->last; inner; inner = inner->previous)
+        if (backward(inner) < 0)
+            return -1;
+    return post_backward(actor);
+}
+
+static int finish_backward(struct dry_run *run) {
+    if (runtime_reshard_units(&run->runtime) < 0 || schedule_end_backward(&run->runtime.schedule) < 0)
+        return -1;
+    for (int64_t i = 0; i < run->runtime.num_units; i++)
+        if (handle_set_training_state(&run->actors[i].handle, USE_IDLE) < 0 || unit_end_step(run->units[i]) < 0)
+            return -1;
+    order_next_iteration(&run->runtime.order);
+    run->num_passed = 0;
+    return 0;
+}
+
+/* ---- the steps ---- */
+
+/* What happens from now on goes into a new list, the next one of `lists`. 0 or -1. */
+static int begin_list(struct dry_run *run, PyObject *lists) {
+    run->events = PyList_New(0);
+    int result = run->events ? PyList_Append(lists, run->events) : -1;
+    Py_XDECREF(run->events); /* `lists` owns it */
+    return result;
+}
+
+static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
+    for (int64_t i = 0; i < run->runtime.num_units; i++)
+        unit_set_sync_gradients(run->units[i], sync_gradients);
+    run->requires_grad = run->tree->inputs_require_grad;
+    if (begin_list(run, lists) < 0 || forward(run->actors) < 0 || begin_list(run, lists) < 0)
+        return -1;
+    if (!run->requires_grad)
+        return 0;
+    return backward(run->actors) < 0 ? -1 : finish_backward(run);
+}
+
+static int run_all(struct dry_run *run, PyObject *lists, const bool *sync_gradients, int64_t num_steps) {
+    if (begin_list(run, lists) < 0 || (run->tree->has_streams && runtime_take_memory(&run->runtime) < 0))
+        return -1;
+    for (int64_t i = 0; i < num_steps; i++)
+        if (run_step(run, lists, sync_gradients[i]) < 0)
+            return -1;
+    return 0;
+}
+
+PyObject *dry_run_steps(const struct dry_tree *tree, const bool *sync_gradients, int64_t num_steps) {
+    struct dry_run run = {.tree = tree};
+    PyObject *lists = PyList_New(0);
+    if (lists && (init(&run) < 0 || run_all(&run, lists, sync_gradients, num_steps) < 0))
+        Py_CLEAR(lists);
+    fini(&run);
+    return lists;
+}

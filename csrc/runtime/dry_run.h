@@ -1,0 +1,42 @@
+/* Steps of a tree without its tensors, its modules and its device: what the runtime would gather, and what memory it would take and give
+ * back, in which order. For whoever plans a model that may not even fit.
+ *
+ * The runtime decides, by its own functions (lifetime.c, ahead.c, gather.c, reserve.c), on units whose memory is a size alone: no
+ * all-gather is enqueued, and what resizes a storage is told. In the place of autograd stands one step as most models run it: each unit
+ * once, in the order in which its modules are registered; a backward through all that was computed, with nothing recomputed; the
+ * post-backward of a unit after those of the units inside, whose autograd nodes are younger; the input of a frozen unit is the output
+ * of the unit before it, which returns what the last unit inside it returned.
+ *
+ * Invariant: nothing of the process is touched: no counter of live bytes, no table of operations, nobody's units. */
+#ifndef FSDP_RUNTIME_DRY_RUN_H
+#define FSDP_RUNTIME_DRY_RUN_H
+
+#include "runtime/runtime.h"
+
+struct dry_unit {
+    int64_t parent; /* index of the unit around it, which is less than its own; -1 for the root, the first */
+    int64_t nbytes; /* of its unsharded parameters; 0 where the shard is the whole already */
+    enum sharding_strategy strategy;
+    enum backward_prefetch backward_prefetch;
+    bool forward_prefetch, has_params, is_trainable;
+};
+
+struct dry_tree {
+    const struct dry_unit *units; /* borrowed */
+    int64_t num_units;            /* at least one */
+    int64_t backward_prefetch_limit, forward_prefetch_limit;
+    bool has_streams; /* the ranks will compute on a GPU */
+    bool inputs_require_grad;
+};
+
+enum dry_event {
+    DRY_RUN_GATHER,    /* the unit's all-gather; where nothing is taken for it, into memory that was held back for it */
+    DRY_RUN_TAKE,      /* memory for the unit */
+    DRY_RUN_GIVE_BACK, /* which other units may take from now on */
+};
+
+/* Lazy initialisation and one step for each of `sync_gradients`, false where it runs under no_sync(). New reference to a list of lists
+ * of (enum dry_event, index of the unit): what is reserved, then a forward and a backward for each step. NULL with an exception. */
+PyObject *dry_run_steps(const struct dry_tree *tree, const bool *sync_gradients, int64_t num_steps);
+
+#endif

@@ -1,0 +1,348 @@
+/* links: runtime/lifetime.c runtime/ahead.c runtime/order.c handle/handle_state.c handle/transition.c */
+#include <string.h>
+
+#include "harness.h"
+
+#include "runtime/operations.h"
+#include "runtime/runtime.h"
+
+/* ---- what the decisions stand on: each gather and each free is written down ---- */
+
+enum { UNITS = 4 };
+
+static struct unit units[UNITS];
+static struct handle handles[UNITS];
+static struct unit *pointers[UNITS];
+static struct runtime runtime;
+static char said[256];
+
+static void say(const char *what, const struct unit *unit) {
+    char word[16];
+    snprintf(word, sizeof word, "%s%s%d", said[0] ? " " : "", what, unit ? (int)unit->place.unit : 0);
+    strncat(said, word, sizeof said - strlen(said) - 1);
+}
+
+/* The words since the last call. */
+static bool it_said(const char *expected) {
+    bool same = !strcmp(said, expected);
+    if (!same)
+        fprintf(stderr, "said: %s, expected: %s\n", said, expected);
+    said[0] = '\0';
+    return same;
+}
+
+int unit_gather(struct unit *unit) {
+    if (unit->handle->storage.param_state != PARAM_SHARDED)
+        return 0;
+    say("gather", unit);
+    unit->handle->storage.param_state = PARAM_UNSHARDED;
+    return 0;
+}
+
+int unit_wait_gathered(struct unit *unit) {
+    (void)unit;
+    return 0;
+}
+
+int unit_gather_and_wait(struct unit *unit) {
+    return unit_gather(unit);
+}
+
+int unit_reshard(struct unit *unit, bool free_storage) {
+    if (!free_storage || unit->handle->storage.param_state == PARAM_SHARDED)
+        return 0;
+    say("free", unit);
+    unit->handle->storage.param_state = PARAM_SHARDED;
+    return 0;
+}
+
+int schedule_begin_step(struct schedule *schedule) {
+    (void)schedule;
+    return 0;
+}
+
+int schedule_give_back(struct schedule *schedule) {
+    CHECK(schedule == &runtime.schedule);
+    strncat(said, " settle", sizeof said - strlen(said) - 1);
+    return 0;
+}
+
+int schedule_settle(struct schedule *schedule) {
+    return schedule_give_back(schedule);
+}
+
+const struct operations operations_own = {.prefetch = unit_prefetch_in_order,
+                                          .post_backward_reshard = unit_post_backward_reshard};
+
+/* ---- what is of no matter here ---- */
+
+PyObject *PyExc_RuntimeError;
+struct recorder_page *flight_recorder;
+
+PyObject *PyErr_Format(PyObject *type, const char *format, ...) {
+    (void)type;
+    fprintf(stderr, "raised: %s\n", format);
+    exit(1);
+}
+
+PyObject *PyErr_NoMemory(void) {
+    exit(1);
+}
+
+void *PyMem_Calloc(size_t count, size_t size) {
+    return calloc(count, size);
+}
+
+void *PyMem_Realloc(void *memory, size_t size) {
+    return realloc(memory, size);
+}
+
+void PyMem_Free(void *memory) {
+    free(memory);
+}
+
+PyObject *profile_begin(const char *name) {
+    (void)name;
+    return NULL;
+}
+
+PyObject *profile_begin_inner(const char *name) {
+    (void)name;
+    return NULL;
+}
+
+void profile_end(PyObject *range) {
+    CHECK(!range);
+}
+
+bool torch_grad_enabled(void) {
+    return true;
+}
+
+int slots_show_views(struct slots *slots, PyObject *views) {
+    (void)slots;
+    (void)views;
+    return 0;
+}
+
+int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views) {
+    (void)shard;
+    return slots_show_views(slots, views);
+}
+
+int layer_calls_place(struct layer_calls *layers, bool training) {
+    (void)layers;
+    (void)training;
+    return 0;
+}
+
+int unit_precision_for_forward(struct unit *unit) {
+    (void)unit;
+    return 0;
+}
+
+int unit_precision_for_backward(struct unit *unit) {
+    (void)unit;
+    return 0;
+}
+
+void order_validation_free(struct order_validation *validation) {
+    CHECK(!validation);
+}
+
+void order_validation_next_iteration(struct order_validation *validation) {
+    CHECK(!validation);
+}
+
+int order_validation_pre_forward(struct order_validation *validation, int64_t index, bool first_iteration) {
+    (void)index;
+    (void)first_iteration;
+    CHECK(!validation);
+    return 0;
+}
+
+/* ---- a root, and three units inside ---- */
+
+static void build(enum sharding_strategy strategy, enum backward_prefetch backward_prefetch, bool forward_prefetch) {
+    order_fini(&runtime.order);
+    memset(handles, 0, sizeof handles);
+    runtime = (struct runtime){.units = pointers, .num_units = UNITS, .operations = &operations_own};
+    CHECK_EQUAL(order_init(&runtime.order, UNITS), 0);
+    for (int i = 0; i < UNITS; i++) {
+        handles[i].param.strategy = strategy;
+        handles[i].param.sharded = strategy != NO_SHARD;
+        handles[i].storage.copy = handles[i].storage.copies;
+        units[i] = (struct unit){.handle = &handles[i],
+                                 .runtime = &runtime,
+                                 .backward_prefetch = backward_prefetch,
+                                 .forward_prefetch = forward_prefetch,
+                                 .is_root = i == 0,
+                                 .sync_gradients = true,
+                                 .recorder_index = -1};
+        order_place_init(&units[i].place, i);
+        pointers[i] = &units[i];
+    }
+    said[0] = '\0';
+}
+
+static void end_forward(int i, bool expected) {
+    unit_expect_backward(&units[i], expected);
+    CHECK_EQUAL(unit_reshard_after_forward(&units[i]), 0);
+}
+
+static void forward(bool expected) {
+    CHECK_EQUAL(unit_unshard_for_forward(&units[0]), 0);
+    for (int i = 1; i < UNITS; i++) {
+        CHECK_EQUAL(unit_unshard_for_forward(&units[i]), 0);
+        end_forward(i, expected);
+    }
+    end_forward(0, expected);
+}
+
+static void post_backward(int i) {
+    CHECK_EQUAL(handle_set_training_state(&handles[i], USE_BACKWARD_POST), 0);
+    CHECK_EQUAL(unit_post_backward_reshard(&units[i]), 0);
+}
+
+static void backward(void) {
+    CHECK_EQUAL(unit_unshard_for_backward(&units[0]), 0);
+    for (int i = UNITS - 1; i > 0; i--) {
+        CHECK_EQUAL(unit_unshard_for_backward(&units[i]), 0);
+        post_backward(i);
+    }
+    post_backward(0);
+}
+
+static void end_backward(void) {
+    CHECK_EQUAL(runtime_reshard_units(&runtime), 0);
+    for (int i = 0; i < UNITS; i++) {
+        CHECK_EQUAL(handle_set_training_state(&handles[i], USE_IDLE), 0);
+        order_place_end_step(&units[i].place);
+    }
+    order_next_iteration(&runtime.order);
+}
+
+/* ---- tests ---- */
+
+static void test_full_shard_frees_each_unit_but_the_root_after_its_forward(void) {
+    build(FULL_SHARD, PREFETCH_NONE, false);
+    forward(true);
+    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
+    backward();
+    CHECK(it_said("gather3 free3 settle gather2 free2 settle gather1 free1 settle free0 settle"));
+}
+
+static void test_without_a_backward_to_come_all_is_freed_and_nothing_held_back(void) {
+    build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
+    forward(false);
+    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0 settle"));
+}
+
+static void test_shard_grad_op_keeps_each_unit_for_its_backward(void) {
+    build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
+    forward(true);
+    CHECK(it_said("gather0 gather1 gather2 gather3"));
+    backward();
+    CHECK(it_said("free3 settle free2 settle free1 settle free0 settle"));
+}
+
+static void test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered(void) {
+    for (enum sharding_strategy strategy = FULL_SHARD; strategy <= SHARD_GRAD_OP; strategy++) {
+        build(strategy, PREFETCH_NONE, false);
+        for (int i = 0; i < UNITS; i++)
+            units[i].sync_gradients = false;
+        forward(true);
+        backward();
+        end_backward();
+        for (int i = 0; i < UNITS; i++)
+            CHECK_EQUAL(handles[i].storage.param_state == PARAM_UNSHARDED, strategy == SHARD_GRAD_OP);
+    }
+}
+
+static void test_copies_of_what_is_not_sharded_are_freed_at_once(void) {
+    build(NO_SHARD, PREFETCH_NONE, false);
+    forward(true);
+    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0"));
+}
+
+static void test_the_first_forward_tells_the_next_what_to_gather_ahead(void) {
+    build(FULL_SHARD, PREFETCH_NONE, true);
+    forward(true);
+    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
+    backward();
+    end_backward();
+    said[0] = '\0';
+    forward(true);
+    CHECK(it_said("gather0 gather1 gather2 free1 gather3 free2 free3"));
+}
+
+static void test_limits_say_how_many_units_are_gathered_ahead(void) {
+    build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
+    order_set_limits(&runtime.order, 2, 0);
+    forward(true);
+    said[0] = '\0';
+    backward();
+    CHECK(it_said("gather3 gather2 gather1 free3 settle free2 settle free1 settle free0 settle"));
+    end_backward();
+    order_set_limits(&runtime.order, 0, 2);
+    forward(true);
+    CHECK(it_said("gather0 gather1 gather2 gather3 free1 free2 free3"));
+    backward();
+    CHECK(it_said("gather3 free3 settle gather2 free2 settle gather1 free1 settle free0 settle"));
+}
+
+static void test_after_a_unit_the_next_is_gathered_before_its_memory_goes(void) {
+    build(FULL_SHARD, PREFETCH_BACKWARD_POST, false);
+    forward(true);
+    said[0] = '\0';
+    backward();
+    CHECK(it_said("gather3 free3 gather2 settle free2 gather1 settle free1 settle free0 settle"));
+}
+
+static void test_a_frozen_unit_is_given_back_once_amid_its_backward(void) {
+    build(FULL_SHARD, PREFETCH_NONE, false);
+    forward(true);
+    said[0] = '\0';
+    CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
+    CHECK(it_said(""));
+    CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
+    CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
+    CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
+    CHECK(it_said("gather3 free3 settle"));
+}
+
+static void test_a_backward_that_ends_leaves_nothing_gathered(void) {
+    build(FULL_SHARD, PREFETCH_BACKWARD_PRE, false);
+    forward(true);
+    CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
+    said[0] = '\0';
+    end_backward();
+    CHECK(it_said("free0 free2 free3"));
+}
+
+static void test_a_backward_within_a_forward_ends_for_its_own_units_alone(void) {
+    build(FULL_SHARD, PREFETCH_BACKWARD_PRE, false);
+    forward(true);
+    CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
+    said[0] = '\0';
+    runtime.num_in_forward = 1;
+    CHECK_EQUAL(runtime_reshard_units(&runtime), 0);
+    CHECK(it_said("free2 free3"));
+    runtime.num_in_forward = 0;
+}
+
+int main(void) {
+    RUN(test_full_shard_frees_each_unit_but_the_root_after_its_forward);
+    RUN(test_without_a_backward_to_come_all_is_freed_and_nothing_held_back);
+    RUN(test_shard_grad_op_keeps_each_unit_for_its_backward);
+    RUN(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered);
+    RUN(test_copies_of_what_is_not_sharded_are_freed_at_once);
+    RUN(test_the_first_forward_tells_the_next_what_to_gather_ahead);
+    RUN(test_limits_say_how_many_units_are_gathered_ahead);
+    RUN(test_after_a_unit_the_next_is_gathered_before_its_memory_goes);
+    RUN(test_a_frozen_unit_is_given_back_once_amid_its_backward);
+    RUN(test_a_backward_that_ends_leaves_nothing_gathered);
+    RUN(test_a_backward_within_a_forward_ends_for_its_own_units_alone);
+    order_fini(&runtime.order);
+    return 0;
+}
