@@ -140,8 +140,8 @@ class Handle:
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
         name: str,
-        flat_param_owner: dict[str, nn.Parameter | None]
-        | None,  # the ``_parameters`` where "_flat_param" is registered
+        flat_param_owner: dict[str, nn.Parameter | None] | None,  # the ``_parameters`` where it is registered
+        flat_param_name: str,  # by which it is registered there
         wrap_views: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None,  # what the modules show for the views
         strategy: int,
         use_orig_params: bool,
@@ -242,6 +242,7 @@ class Unit:
         forward_prefetch: bool,
         limit_all_gathers: bool,
         full_precision_in_eval: bool,  # forward calls cast_buffers_for_mode() when it is the root
+        segments: tuple[Unit, ...],  # of further flat parameters of ``module``; ValueError for units that can be none
     ) -> None:
         """RuntimeError when called twice on one object."""
     handle: Handle | None

@@ -43,15 +43,18 @@ from fsdp_c.compat import left_out
 from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
-from fsdp_c.sharding import agreement, buffers, construction, materialization
+from fsdp_c.sharding import agreement, buffers, construction, grouping, materialization
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
+from fsdp_c.sharding.segments import Segment
 from fsdp_c.sharding.sharded_module import (
     ShardedModule,
     claim_module,
     handle_of,
     is_sharded_module,
+    parts_of,
     units_of,
     units_with_paths,
+    whole_units_of,
 )
 from fsdp_c.sharding.traversal import (
     FLAT_PARAM,
@@ -61,6 +64,7 @@ from fsdp_c.sharding.traversal import (
     Subtree,
     check_module,
     clean_path,
+    flat_param_name,
     unwrapped,
 )
 from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
@@ -234,29 +238,18 @@ class FullyShardedDataParallel(ShardedModule):
         tree, params = self._materialize(tree, name, device, device_id, param_init_fn)
         if sync_module_states:
             materialization.sync_states(module, params, [group for group in reversed(groups) if group is not None])
-        handle = self._flatten(tree, name, params, groups) if params else None
-        self._unit = _C.Unit(
-            self,
-            handle,
-            name=name,
-            param_dtype=self.mixed_precision.param_dtype,
-            cast_forward_inputs=self.mixed_precision.cast_forward_inputs,
-            cast_root_forward_inputs=self.mixed_precision.cast_root_forward_inputs,
-            backward_prefetch=backward_prefetch.value if backward_prefetch is not None else 0,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            full_precision_in_eval=self._use_full_prec_in_eval,
-        )
+        self._segments = self._flatten(tree, name, params, groups)
         for inner in filter(is_sharded_module, tree.units):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
         claim_module(unwrapped(module), self)
-        if handle is not None:
-            sharded_errors.explain_layers(handle)
-            self._fully_sharded_module_to_handle[module] = handle
+        sharded_errors.explain_layers(self)
+        if self._handle is not None:
+            self._fully_sharded_module_to_handle[module] = self._handle
         if not use_orig_params:
             construction.check_all_flattened(tree, ignored.params, name)
-            _register_flat_param(self)
+            for part in parts_of(self):
+                _register_flat_param(part)
         state_dict.register_hooks(self)
 
     # ---- construction
@@ -319,28 +312,67 @@ class FullyShardedDataParallel(ShardedModule):
         return tree, params
 
     def _flatten(
-        self, tree: Subtree, name: str, params: list[nn.Parameter], groups: construction.ProcessGroups
+        self, tree: Subtree, name: str, params: list[nn.Parameter], process_groups: construction.ProcessGroups
+    ) -> list[Segment]:
+        """Flatten ``params`` and keep this rank's share, in as many flat parameters as they need. Returns segments."""
+        own, *further = grouping.groups_of(params, self._use_orig_params) or [[]]
+        found = [Segment(self, number) for number in range(1, len(further) + 1)]
+        handles = [
+            self._handle_for(tree, name, group, process_groups, flat_param_name(number)) if group else None
+            for number, group in enumerate([own, *further])
+        ]
+        for segment, handle in zip(found, handles[1:], strict=True):
+            segment._unit = self._unit_for(segment, handle, name, ())
+        self._unit = self._unit_for(self, handles[0], name, tuple(segment._unit for segment in found))
+        return found
+
+    def _handle_for(
+        self,
+        tree: Subtree,
+        name: str,
+        params: list[nn.Parameter],
+        process_groups: construction.ProcessGroups,
+        flat_param_name: str,
     ) -> FlatParamHandle:
-        """Flatten ``params`` and keep this rank's share."""
+        param_dtype, reduce_dtype = grouping.precision_for(params[0].dtype, self.mixed_precision)
         handle = FlatParamHandle(
             params,
             tree.root,
             self.compute_device,
             self.sharding_strategy,
             self.cpu_offload.offload_params,
-            self.mixed_precision.param_dtype,
-            self.mixed_precision.reduce_dtype,
+            param_dtype,
+            reduce_dtype,
             self.mixed_precision.keep_low_precision_grads,
-            groups.shard,
+            process_groups.shard,
             self._use_orig_params,
             fsdp_extension=self._fsdp_extension,
-            replicate_group=groups.replicate,
+            replicate_group=process_groups.replicate,
             tree=tree,
+            flat_param_name=flat_param_name,
         )
         handle.name = name
         handle.shard()
         construction.claim_params(params, handle.flat_param._fqns, name)
         return handle
+
+    def _unit_for(
+        self, part: ShardedModule, handle: FlatParamHandle | None, name: str, inner: tuple[_C.Unit, ...]
+    ) -> _C.Unit:
+        """The unit in C of ``part``, this module or a segment; ``inner`` are those of this module's segments."""
+        return _C.Unit(
+            part,
+            handle,
+            name=name,
+            param_dtype=self.mixed_precision.param_dtype,
+            cast_forward_inputs=self.mixed_precision.cast_forward_inputs,
+            cast_root_forward_inputs=self.mixed_precision.cast_root_forward_inputs,
+            backward_prefetch=self.backward_prefetch.value if self.backward_prefetch is not None else 0,
+            forward_prefetch=self.forward_prefetch,
+            limit_all_gathers=self.limit_all_gathers,
+            full_precision_in_eval=self._use_full_prec_in_eval,
+            segments=inner,
+        )
 
     # ---- the step
 
@@ -543,7 +575,7 @@ class FullyShardedDataParallel(ShardedModule):
 
         Not collective, and decides nothing.
         """
-        found = cast("list[FullyShardedDataParallel]", units_of(module))
+        found = cast("list[FullyShardedDataParallel]", whole_units_of(module))
         return [one for one in found if one.check_is_root()] if root_only else found
 
     # ---- nn.Module
@@ -615,7 +647,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
         """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
-        with _flat_param_shown(self) if self._has_params else contextlib.nullcontext():
+        with _flat_params_shown(self):
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
             return self
 
@@ -874,7 +906,16 @@ def _param_names(path: str, module: ShardedModule) -> list[str]:
 def _register_flat_param(module: ShardedModule) -> None:
     """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the name."""
     if module._flat_param is not None:
-        module.module._parameters[FLAT_PARAM] = module._flat_param
+        module.module._parameters[module._flat_param_name] = module._flat_param
+
+
+@contextlib.contextmanager
+def _flat_params_shown(module: ShardedModule) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for part in parts_of(module):
+            if part._has_params:
+                stack.enter_context(_flat_param_shown(part))
+        yield
 
 
 @contextlib.contextmanager
@@ -905,7 +946,7 @@ def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
     try:
         yield
     finally:
-        del module.module._parameters[FLAT_PARAM]
+        del module.module._parameters[module._flat_param_name]
         for parameters, items in reversed(hidden):  # in one piece each, so that the order of the names stays
             parameters.clear()
             parameters.update(items)

@@ -1,4 +1,4 @@
-"""Auto wrap policies: torch's own, so that users' objects compare equal from either package."""
+"""Auto wrap policies, torch's own, so that users' objects compare equal from either package; and ``split_frozen``."""
 
 # ruff: noqa: F401  # libraries look for the private names here as well
 
@@ -17,6 +17,7 @@ from fsdp_c.compat.upstream import (
     transformer_auto_wrap_policy,
     wrap,
 )
+from fsdp_c.sharding.grouping import split_frozen
 
 __all__ = [
     "CustomPolicy",
@@ -25,6 +26,7 @@ __all__ = [
     "enable_wrap",
     "lambda_auto_wrap_policy",
     "size_based_auto_wrap_policy",
+    "split_frozen",
     "transformer_auto_wrap_policy",
     "wrap",
 ]

@@ -77,7 +77,7 @@ static int check_result(struct gradients *gradients, PyObject *result) {
     struct tensor_view view;
     if (tensor_view_of(result, &view) < 0)
         return -1;
-    bool fits = tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && view.dtype != DTYPE_OTHER &&
+    bool fits = tensor_view_numel(&view) == want && tensor_view_is_contiguous(&view) && dtype_is_known(view.dtype) &&
                 view.device == gradients->storage->compute_view.device;
     return fits ? 0 : refuse_result(gradients, result);
 }

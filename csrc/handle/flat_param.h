@@ -58,7 +58,8 @@ struct handle_spec {
     PyObject *layout_owner; /* the object that owns the layout's arrays */
     PyObject *flat_param, *params /* or None */, *shapes, *strides, *slots /* list of (param, module, name, setting) */;
     PyObject *process_group, *replicate_group /* or None */, *device, *param_dtype, *reduce_dtype, *name;
-    PyObject *flat_param_owner; /* the dict where "_flat_param" is registered, or None */
+    PyObject *flat_param_owner; /* the dict where it is registered, or None */
+    PyObject *flat_param_name;  /* by which it is registered there */
     PyObject *wrap_views;       /* or None */
     int strategy;
     bool use_orig_params, keep_low_precision_grads, skip_writeback_check, verbose, offload;

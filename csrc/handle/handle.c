@@ -22,6 +22,7 @@ static int init_components(struct handle *handle, const struct handle_spec *spec
         return -1;
     gradients_init(&handle->gradients, spec);
     handle->summon.flat_param_owner = spec->flat_param_owner == Py_None ? NULL : Py_NewRef(spec->flat_param_owner);
+    handle->summon.flat_param_name = Py_NewRef(spec->flat_param_name);
     return 0;
 }
 
@@ -43,6 +44,7 @@ void handle_fini(struct handle *handle) {
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
     Py_CLEAR(handle->summon.flat_param_owner);
+    Py_CLEAR(handle->summon.flat_param_name);
     flat_param_fini(&handle->param);
     zero(handle);
 }

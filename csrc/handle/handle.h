@@ -25,7 +25,8 @@ struct summon {
     PyObject *full; /* owned; the full flat parameter shown, NULL outside and when hidden */
     PyObject *grad; /* owned; the full gradient shown, NULL when there is none */
     bool writeback, freed_after;
-    PyObject *flat_param_owner; /* owned; the dict where "_flat_param" is registered, NULL when it is not */
+    PyObject *flat_param_owner; /* owned; the dict where the flat parameter is registered, NULL when it is not */
+    PyObject *flat_param_name;  /* owned; by which it is registered there */
 };
 
 struct handle {

@@ -141,7 +141,7 @@ int storage_use_copy(struct storage *storage, enum precision precision) {
 /* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong to. */
 static bool still_fits(const struct storage *storage, const struct precision_copy *copy) {
     bool is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
-    bool same_dtype = storage->orig_kind == storage->local_view.dtype && storage->orig_kind != DTYPE_OTHER;
+    bool same_dtype = storage->orig_kind == storage->local_view.dtype && dtype_is_known(storage->orig_kind);
     return copy->views && same_dtype && !is_local && !copy->is_local;
 }
 

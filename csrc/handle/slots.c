@@ -231,13 +231,16 @@ static PyObject *new_parameter(PyObject *view, PyObject *model) {
     return param;
 }
 
-/* What stands for one parameter in full, new reference: the original Parameter where it can take `value` for its data, which is
- * not so for a DTensor; else a fresh one. */
+/* What stands for one parameter in full, new reference: the original Parameter where it can take `view` for its data, which is not
+ * so for a DTensor; else what the wrapper made of the view, as a Parameter. */
 static PyObject *full_param(struct slots *slots, int64_t i, PyObject *view, PyObject *value) {
+    int is_param = value == view ? 0 : PyObject_IsInstance(value, torch_names.parameter_type);
+    if (is_param < 0)
+        return NULL;
     if (!slots->param->use_orig_params)
-        return new_parameter(value, slots->param->tensor);
+        return is_param ? Py_NewRef(value) : new_parameter(value, slots->param->tensor);
     PyObject *param = PyList_GetItem(slots->param->params, i);
-    if (value != view)
+    if (value != view && !is_param)
         return new_parameter(value, param);
     return torch_set_data(param, view) < 0 ? NULL : Py_NewRef(param);
 }

@@ -5,25 +5,18 @@
 
 /* ---- flat_param is not among the parameters meanwhile (use_orig_params False) ---- */
 
-static PyObject *flat_param_key(void) {
-    static PyObject *key; /* owned for ever */
-    if (!key)
-        key = PyUnicode_InternFromString("_flat_param");
-    return key;
-}
-
 static int hide_flat_param(struct handle *handle) {
-    PyObject *owner = handle->summon.flat_param_owner, *key = flat_param_key();
-    if (!owner || !key || PyDict_Contains(owner, key) != 1)
+    PyObject *owner = handle->summon.flat_param_owner, *name = handle->summon.flat_param_name;
+    if (!owner || PyDict_Contains(owner, name) != 1)
         return PyErr_Occurred() ? -1 : 0;
-    return PyDict_DelItem(owner, key);
+    return PyDict_DelItem(owner, name);
 }
 
 static int restore_flat_param(struct handle *handle) {
-    PyObject *key = flat_param_key();
-    if (handle->param.use_orig_params || !handle->summon.flat_param_owner || !key)
-        return key ? 0 : -1;
-    return PyDict_SetItem(handle->summon.flat_param_owner, key, handle->param.tensor);
+    struct summon *summon = &handle->summon;
+    if (handle->param.use_orig_params || !summon->flat_param_owner)
+        return 0;
+    return PyDict_SetItem(summon->flat_param_owner, summon->flat_param_name, handle->param.tensor);
 }
 
 /* ---- parameters ---- */

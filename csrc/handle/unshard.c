@@ -110,10 +110,24 @@ int storage_make_input(struct storage *storage) {
 
 /* ---- the gather ---- */
 
+/* As a process group takes it, new reference: integers and their like travel as bytes, as not every backend knows their dtypes. */
+static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
+    if (dtype_is_known(storage->copy->kind))
+        return Py_NewRef(tensor);
+    return PyObject_CallMethodObjArgs(tensor, torch_names.view, torch_names.uint8, NULL);
+}
+
+static PyObject *enqueue_all_gather(const struct storage *storage, PyObject *input) {
+    PyObject *from = as_sent(storage, input), *to = from ? as_sent(storage, storage->copy->full.tensor) : NULL;
+    PyObject *work = to ? collective_all_gather(&storage->param->shard_group, to, from) : NULL;
+    Py_XDECREF(from);
+    Py_XDECREF(to);
+    return work;
+}
+
 static int enqueue_gather(struct storage *storage) {
     PyObject *input = storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
-    ref_set(&storage->unshard_work,
-            collective_all_gather(&storage->param->shard_group, storage->copy->full.tensor, input));
+    ref_set(&storage->unshard_work, enqueue_all_gather(storage, input));
     return storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
 }
 

@@ -29,10 +29,6 @@ void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const voi
 void scale_block(void *tensor, enum dtype dtype, int64_t numel, double coefficient);
 bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor); /* whether inf or NaN was found */
 
-static inline bool dtype_is_known(enum dtype dtype) {
-    return (unsigned)dtype < DTYPE_COUNT;
-}
-
 /* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */
 static inline void stream_for(const struct kernel_stream *stream, int64_t numel, int64_t grain, kernel_body body,
                               void *context) {

@@ -19,7 +19,20 @@
 #define HOST_DEVICE
 #endif
 
-enum dtype { DTYPE_FLOAT32, DTYPE_FLOAT64, DTYPE_BFLOAT16, DTYPE_FLOAT16, DTYPE_COUNT, DTYPE_OTHER = DTYPE_COUNT };
+/* What kernels compute with; of others no more is known than the size of an element. */
+enum dtype {
+    DTYPE_FLOAT32,
+    DTYPE_FLOAT64,
+    DTYPE_BFLOAT16,
+    DTYPE_FLOAT16,
+    DTYPE_COUNT,
+    DTYPE_OTHER = DTYPE_COUNT,
+    DTYPE_OTHER_1,
+    DTYPE_OTHER_2,
+    DTYPE_OTHER_4,
+    DTYPE_OTHER_8,
+    DTYPE_OTHER_16,
+};
 enum device_kind { DEVICE_CPU, DEVICE_CUDA, DEVICE_OTHER };
 
 /* A tensor's memory, borrowed from a live tensor. `data` already includes the storage offset; NULL when the storage is freed. */
@@ -129,16 +142,45 @@ struct adamw_options {
 enum status kernel_adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
                          const struct kernel_stream *stream);
 
-/* Of an element; 0 for a dtype that no kernel knows. */
+static inline bool dtype_is_known(enum dtype dtype) {
+    return (unsigned)dtype < DTYPE_COUNT;
+}
+
+/* The dtype for elements of that size that no kernel computes with. */
+static inline enum dtype dtype_other(int64_t nbytes) {
+    switch (nbytes) {
+    case 1:
+        return DTYPE_OTHER_1;
+    case 2:
+        return DTYPE_OTHER_2;
+    case 4:
+        return DTYPE_OTHER_4;
+    case 8:
+        return DTYPE_OTHER_8;
+    case 16:
+        return DTYPE_OTHER_16;
+    default:
+        return DTYPE_OTHER;
+    }
+}
+
+/* Of an element; 0 for one of DTYPE_OTHER. */
 static inline int64_t dtype_nbytes(enum dtype dtype) {
     switch (dtype) {
+    case DTYPE_OTHER_16:
+        return 16;
     case DTYPE_FLOAT64:
+    case DTYPE_OTHER_8:
         return 8;
     case DTYPE_FLOAT32:
+    case DTYPE_OTHER_4:
         return 4;
     case DTYPE_BFLOAT16:
     case DTYPE_FLOAT16:
+    case DTYPE_OTHER_2:
         return 2;
+    case DTYPE_OTHER_1:
+        return 1;
     default:
         return 0;
     }

@@ -40,6 +40,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "reduce_dtype",
                             "name",
                             "flat_param_owner",
+                            "flat_param_name",
                             "wrap_views",
                             "strategy",
                             "use_orig_params",
@@ -57,12 +58,12 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOOippppddp", names, &layout, &spec.flat_param,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOUOippppddp", names, &layout, &spec.flat_param,
                                      &spec.params, &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides,
                                      &PyList_Type, &spec.slots, &spec.process_group, &spec.replicate_group,
                                      &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
-                                     &spec.flat_param_owner, &spec.wrap_views, &spec.strategy, &orig, &keep, &skip,
-                                     &verbose, &spec.predivide, &spec.postdivide, &offload))
+                                     &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views, &spec.strategy,
+                                     &orig, &keep, &skip, &verbose, &spec.predivide, &spec.postdivide, &offload))
         return -1;
     spec.layout_owner = layout;
     spec.use_orig_params = orig;

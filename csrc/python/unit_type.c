@@ -25,6 +25,24 @@ struct unit *unit_of(PyObject *object) {
 
 /* ---- life ---- */
 
+/* Each of the unit's segments belongs to it from now on. */
+static int lead(struct unit *unit) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(unit->segments); i++) {
+        struct unit *segment = unit_of(PyTuple_GetItem(unit->segments, i));
+        if (!segment)
+            return -1;
+        if (!unit->handle || !segment->handle || segment->leader || segment->next_segment) {
+            PyErr_Format(PyExc_ValueError,
+                         "unit %S: a segment has parameters, belongs to one unit that has some too, "
+                         "and has no segments itself",
+                         unit->name);
+            return -1;
+        }
+        unit_lead(unit, segment);
+    }
+    return 0;
+}
+
 static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     static char *names[] = {"module",
                             "handle",
@@ -36,6 +54,7 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
                             "forward_prefetch",
                             "limit_all_gathers",
                             "full_precision_in_eval",
+                            "segments",
                             NULL};
     struct unit_spec spec = {0};
     PyObject *handle;
@@ -44,9 +63,9 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
         PyErr_SetString(PyExc_RuntimeError, "a Unit is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppippp", names, &spec.module, &handle, &spec.name,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO$UOppipppO!", names, &spec.module, &handle, &spec.name,
                                      &spec.param_dtype, &cast, &cast_root, &spec.backward_prefetch, &prefetch, &limit,
-                                     &full_precision))
+                                     &full_precision, &PyTuple_Type, &spec.segments))
         return -1;
     if (handle != Py_None) {
         spec.handle_object = handle;
@@ -58,7 +77,7 @@ static int unit_object_init(PyObject *self, PyObject *args, PyObject *kwargs) {
     spec.forward_prefetch = prefetch;
     spec.limit_all_gathers = limit;
     spec.full_precision_in_eval = full_precision;
-    return unit_init(inside(self), self, &spec);
+    return unit_init(inside(self), self, &spec) < 0 ? -1 : lead(inside(self));
 }
 
 static int unit_object_traverse(PyObject *self, visitproc visit, void *arg) {

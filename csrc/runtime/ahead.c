@@ -44,13 +44,18 @@ struct unit *unit_next(const struct unit *unit, enum training_state state) {
     return NULL;
 }
 
+void unit_set_prefetched(struct unit *unit, bool prefetched) {
+    FOR_PARTS(part, unit)
+        order_place_set_prefetched(&part->place, prefetched);
+}
+
 int unit_gather_ahead(struct unit *candidate, enum training_state state) {
     if (!can_prefetch(candidate))
         return 0;
     int chosen = state == USE_FORWARD ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
     if (chosen < 0 || unit_gather(candidate) < 0)
         return -1;
-    order_place_set_prefetched(&candidate->place, true);
+    unit_set_prefetched(candidate, true);
     return 0;
 }
 
@@ -91,8 +96,11 @@ int unit_unshard(struct unit *unit) {
     }
     if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_gather(unit) < 0)
         return -1;
-    order_place_set_prefetched(&unit->place, true);
-    return handle_show_views(handle);
+    unit_set_prefetched(unit, true);
+    FOR_PARTS(part, unit)
+        if (handle_show_views(part->handle) < 0)
+            return -1;
+    return 0;
 }
 
 int unit_wait_unsharded(struct unit *unit) {

@@ -6,14 +6,21 @@
 
 /* ---- pre-backward ---- */
 
-static int prepare(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    if (unit_unshard_for_backward(unit) < 0)
-        return -1;
+static int prepare_part(struct unit *part) {
+    struct handle *handle = part->handle;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
     if (handle->param.use_orig_params && handle_show_views(handle) < 0)
         return -1;
     return gradients_prepare(&handle->gradients);
+}
+
+static int prepare(struct unit *unit) {
+    if (unit_unshard_for_backward(unit) < 0)
+        return -1;
+    FOR_PARTS(part, unit)
+        if (prepare_part(part) < 0)
+            return -1;
+    return 0;
 }
 
 /* Gathered for this backward already; unless its gradients have come since and this is another graph over it, as reentrant

@@ -7,7 +7,7 @@
 
 /* ---- pre-forward ---- */
 
-/* 1 when any parameter of the unit requires grad. */
+/* 1 when any parameter of the handle requires grad. */
 static int is_trainable(const struct handle *handle) {
     if (!handle->param.use_orig_params)
         return torch_requires_grad(handle->param.tensor);
@@ -26,33 +26,51 @@ static bool recomputing(const struct unit *unit) {
     return unit->ran_pre_backward && unit->runtime->callback_queued;
 }
 
+static int attach_if_trainable(struct unit *part) {
+    int trainable = is_trainable(part->handle);
+    if (trainable < 0)
+        return -1;
+    return trainable ? unit_attach_views(part) : unit_detach_views(part);
+}
+
 int unit_register_post_backward_hook(struct unit *unit) {
     if (!unit->handle)
         return 0;
-    int trainable = is_trainable(unit->handle);
-    if (trainable < 0)
-        return -1;
-    return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
+    FOR_PARTS(part, unit)
+        if (attach_if_trainable(part) < 0)
+            return -1;
+    return 0;
 }
 
 static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
-    struct handle *handle = unit->handle;
-    int trainable = is_trainable(handle);
-    if (trainable < 0)
-        return -1;
-    if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 || layer_calls_remove(&handle->layer_calls) < 0)
-        return -1;
-    return trainable ? 0 : unit_watch_inputs(unit, args, kwargs);
+    bool trains = false;
+    FOR_PARTS(part, unit) {
+        struct handle *handle = part->handle;
+        int trainable = is_trainable(handle);
+        if (trainable < 0 || handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 ||
+            layer_calls_remove(&handle->layer_calls) < 0)
+            return -1;
+        trains = trains || trainable;
+    }
+    return trains ? 0 : unit_watch_inputs(unit, args, kwargs);
+}
+
+static int set_training_states(struct unit *unit, enum training_state state) {
+    if (!unit->handle)
+        return 0;
+    FOR_PARTS(part, unit)
+        if (handle_set_training_state(part->handle, state) < 0)
+            return -1;
+    return 0;
 }
 
 /* A unit that may not start a forward now is left as it is. */
 static int begin_forward(struct unit *unit) {
-    if (unit->handle && handle_set_training_state(unit->handle, USE_FORWARD) < 0)
+    if (set_training_states(unit, USE_FORWARD) < 0)
         return -1;
     if (unit_set_phase(unit, PHASE_IN_STEP) == 0)
         return 0;
-    if (unit->handle)
-        handle_set_training_state(unit->handle, USE_IDLE);
+    set_training_states(unit, USE_IDLE);
     return -1;
 }
 
@@ -111,6 +129,15 @@ static void explain_error(const struct unit *unit, PyObject *error, PyObject *tr
     callbacks_tell(callbacks.explain_error, error, module);
 }
 
+static void abandon_parts(struct unit *unit) {
+    unit_set_prefetched(unit, false);
+    FOR_PARTS(part, unit) {
+        unit_reshard(part, true);
+        handle_show_sharded(part->handle);
+        handle_set_training_state(part->handle, USE_IDLE);
+    }
+}
+
 /* The module raised: nothing of this forward stays gathered, and the exception goes on. A root's failure is its whole tree's:
  * units that had finished wait for a backward that will not come. */
 static void abandon_forward(struct unit *unit) {
@@ -120,12 +147,8 @@ static void abandon_forward(struct unit *unit) {
     explain_error(unit, value, traceback);
     PyErr_Clear();
     unit_set_phase(unit, PHASE_IDLE);
-    order_place_set_prefetched(&unit->place, false);
-    if (unit->handle) {
-        unit_reshard(unit, true);
-        handle_show_sharded(unit->handle);
-        handle_set_training_state(unit->handle, USE_IDLE);
-    }
+    if (unit->handle)
+        abandon_parts(unit);
     if (unit->is_root && !unit->runtime->callback_queued)
         runtime_reset(unit->runtime);
     PyErr_Clear();

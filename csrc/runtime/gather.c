@@ -69,15 +69,16 @@ int unit_enqueue_gather(struct unit *unit) {
 
 /* ---- a gather ---- */
 
+/* The limiter counts units. */
 static int begin_gather(struct unit *unit) {
     struct schedule *schedule = &unit->runtime->schedule;
-    if (unit->runtime->operations->prepare_gather(unit) < 0 ||
-        (unit->limit_all_gathers && schedule_limit(schedule) < 0))
+    bool limited = unit->limit_all_gathers && !unit->leader;
+    if (unit->runtime->operations->prepare_gather(unit) < 0 || (limited && schedule_limit(schedule) < 0))
         return -1;
     return schedule_begin_gather(schedule);
 }
 
-int unit_gather(struct unit *unit) {
+static int gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
         return edits_check_views(&unit->handle->edits);
     if (unit->runtime->operations->is_there(unit))
@@ -91,10 +92,24 @@ int unit_gather(struct unit *unit) {
     return 0;
 }
 
-int unit_wait_gathered(struct unit *unit) {
+int unit_gather(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (gather(part) < 0)
+            return -1;
+    return 0;
+}
+
+static int wait_gathered(struct unit *unit) {
     if (storage_unshard_wait(&unit->handle->storage) < 0)
         return explain_gather(unit, true);
     return schedule_wait_gathered(&unit->runtime->schedule, &unit->gather);
+}
+
+int unit_wait_gathered(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (wait_gathered(part) < 0)
+            return -1;
+    return 0;
 }
 
 int unit_gather_and_wait(struct unit *unit) {
@@ -106,10 +121,10 @@ int unit_gather_and_wait(struct unit *unit) {
 
 int unit_reshard(struct unit *unit, bool free_storage) {
     bool held = unit->handle->storage.param_state != PARAM_SHARDED;
-    if (unit_wait_gathered(unit) < 0) /* gathered ahead for nothing */
+    if (wait_gathered(unit) < 0) /* gathered ahead for nothing */
         return -1;
     if (unit->runtime->operations->reshard(unit, free_storage) < 0)
         return -1;
-    bool freed = held && free_storage && !unit->runtime->operations->is_there(unit);
+    bool freed = held && free_storage && !unit->leader && !unit->runtime->operations->is_there(unit);
     return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
 }

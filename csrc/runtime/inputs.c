@@ -32,7 +32,7 @@ static bool input_is_ready(const struct unit *unit, PyObject *value, const struc
         PyErr_Clear();
         return false;
     }
-    bool ready = dtype == unit->param_dtype || view.dtype == DTYPE_OTHER;
+    bool ready = dtype == unit->param_dtype || !dtype_is_known(view.dtype);
     Py_DECREF(dtype);
     return ready;
 }

@@ -9,7 +9,7 @@ int unit_unshard_for_forward(struct unit *unit) {
     order_record_pre_forward(&unit->runtime->order, &unit->place);
     if (unit_begin_step_alone(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
-    order_place_set_prefetched(&unit->place, false);
+    unit_set_prefetched(unit, false);
     return unit_prefetch(unit, USE_FORWARD);
 }
 
@@ -18,12 +18,12 @@ void unit_expect_backward(struct unit *unit, bool expected) {
 }
 
 /* Freed unless the backward will want it gathered; nothing can go stale in a copy that no backward can use (parity 4). */
-static int reshard_after_forward(struct unit *unit) {
-    struct handle *handle = unit->handle;
+static int reshard_after_forward(struct unit *part, const struct unit *unit) {
+    struct handle *handle = part->handle;
     bool expected = unit->needs_pre_backward_unshard;
     bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
     bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
-    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 || unit_reshard(unit, free_storage) < 0)
+    if (unit_reshard(part, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
     if (!views_stay && handle_show_sharded(handle) < 0)
@@ -31,21 +31,37 @@ static int reshard_after_forward(struct unit *unit) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
+static int end_use(struct unit *unit) {
+    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
+        return -1;
+    FOR_PARTS(part, unit)
+        if (reshard_after_forward(part, unit) < 0)
+            return -1;
+    return 0;
+}
+
 int unit_reshard_after_forward(struct unit *unit) {
-    if (unit->handle && reshard_after_forward(unit) < 0)
+    if (unit->handle && end_use(unit) < 0)
         return -1;
     return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_settle(&unit->runtime->schedule) : 0;
 }
 
 /* ---- backward ---- */
 
+/* A segment whose gradients have not come in an earlier graph of this backward waits for them still. */
+static int begin_backward(struct unit *part) {
+    bool waits = part->leader && part->handle->training_state == USE_BACKWARD_PRE;
+    return waits ? 0 : handle_set_training_state(part->handle, USE_BACKWARD_PRE);
+}
+
 int unit_unshard_for_backward(struct unit *unit) {
-    if (handle_set_training_state(unit->handle, USE_BACKWARD_PRE) < 0)
-        return -1;
+    FOR_PARTS(part, unit)
+        if (begin_backward(part) < 0)
+            return -1;
     if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
     unit_expect_backward(unit, false);
-    order_place_set_prefetched(&unit->place, false);
+    unit_set_prefetched(unit, false);
     return unit_prefetch(unit, USE_BACKWARD_PRE);
 }
 
@@ -56,8 +72,30 @@ int unit_reshard_in_backward(struct unit *unit) {
     return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
-int unit_post_backward_reshard(struct unit *unit) {
-    if (unit_reshard_in_backward(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
+/* Autograd comes to the oldest node last: then it is through with the unit. */
+static bool is_last_part(const struct unit *part, struct unit *unit) {
+    FOR_PARTS(first, unit)
+        if (first->views_attached)
+            return first == part;
+    return true;
+}
+
+/* Parts that are frozen have no gradients to wait for: they go with the last one. */
+static int reshard_frozen_parts(struct unit *unit) {
+    FOR_PARTS(part, unit) {
+        bool waits = !part->views_attached && part->handle->training_state == USE_BACKWARD_PRE;
+        if (waits && (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 ||
+                      unit_reshard_in_backward(part) < 0))
+            return -1;
+    }
+    return 0;
+}
+
+int unit_post_backward_reshard(struct unit *part) {
+    struct unit *unit = part->leader ? part->leader : part;
+    if (unit_reshard_in_backward(part) < 0)
+        return -1;
+    if (is_last_part(part, unit) && (reshard_frozen_parts(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0))
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }

@@ -106,6 +106,6 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
         return unit_note_cut_off(unit);
     unit_expect_backward(unit, hooked > 0);
     if (unit->needs_pre_backward_unshard)
-        unit->graph_precision = storage_precision(&unit->handle->storage);
+        unit_note_precision(unit);
     return result;
 }

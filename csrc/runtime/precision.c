@@ -28,10 +28,22 @@ int unit_precision_for_forward(struct unit *unit) {
     unit->evaluating = !training;
     if (!unit->handle)
         return 0;
-    return use(unit,
-               !training && storage_has_mixed_precision(&unit->handle->storage) ? PRECISION_FULL : PRECISION_COMPUTE);
+    FOR_PARTS(part, unit) {
+        bool full = !training && storage_has_mixed_precision(&part->handle->storage);
+        if (use(part, full ? PRECISION_FULL : PRECISION_COMPUTE) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+void unit_note_precision(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        part->graph_precision = storage_precision(&part->handle->storage);
 }
 
 int unit_precision_for_backward(struct unit *unit) {
-    return use(unit, unit->graph_precision);
+    FOR_PARTS(part, unit)
+        if (use(part, part->graph_precision) < 0)
+            return -1;
+    return 0;
 }

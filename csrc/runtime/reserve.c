@@ -19,8 +19,23 @@ static bool has_storage_to_take(const struct unit *unit) {
 }
 
 /* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
-static bool stays_gathered(const struct unit *unit) {
+static bool stays_gathered(const struct unit *part) {
+    const struct unit *unit = part->leader ? part->leader : part;
     return unit->is_root || (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
+}
+
+static int64_t gathered_nbytes(struct unit *unit) {
+    int64_t nbytes = 0;
+    FOR_PARTS(part, unit)
+        nbytes += part->handle->storage.copy->full.nbytes;
+    return nbytes;
+}
+
+static int take(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (storage_reserve(&part->handle->storage) < 0)
+            return -1;
+    return 0;
 }
 
 /* The largest among the units that give their storage back in a step; NULL when all have some. */
@@ -28,9 +43,9 @@ static struct unit *next_to_take(const struct runtime *runtime) {
     struct unit *largest = NULL;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
-        if (!has_storage_to_take(unit) || stays_gathered(unit))
+        if (unit->leader || !has_storage_to_take(unit) || stays_gathered(unit))
             continue;
-        if (!largest || unit->handle->storage.copy->full.nbytes > largest->handle->storage.copy->full.nbytes)
+        if (!largest || gathered_nbytes(unit) > gathered_nbytes(largest))
             largest = unit;
     }
     return largest;
@@ -44,7 +59,7 @@ static int take_all(struct runtime *runtime) {
             return -1;
     }
     for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_to_take(runtime)); i--)
-        if (storage_reserve(&unit->handle->storage) < 0)
+        if (take(unit) < 0)
             return -1;
     return 0;
 }

@@ -44,11 +44,33 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->forward_prefetch = spec->forward_prefetch;
     unit->limit_all_gathers = spec->limit_all_gathers;
     unit->full_precision_in_eval = spec->full_precision_in_eval;
+    unit->segments = Py_NewRef(spec->segments);
     unit->sync_gradients = true;
     unit->recorder_index = -1;
     order_place_init(&unit->place, 0);
     return unit->module_ref ? 0 : -1;
 }
+
+/* ---- segments ---- */
+
+void unit_lead(struct unit *unit, struct unit *segment) {
+    struct unit *last = unit;
+    while (last->next_segment)
+        last = last->next_segment;
+    last->next_segment = segment;
+    segment->leader = unit;
+}
+
+static void let_go_of_segments(struct unit *unit) {
+    while (unit->next_segment) {
+        struct unit *segment = unit->next_segment;
+        unit->next_segment = segment->next_segment;
+        segment->leader = segment->next_segment = NULL;
+    }
+    Py_CLEAR(unit->segments);
+}
+
+/* ---- in a tree ---- */
 
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index) {
     if (unit->handle && handle_follow_flat_param(unit->handle) < 0)
@@ -75,6 +97,8 @@ void unit_set_recorder_index(struct unit *unit, int32_t index) {
 }
 
 int unit_clear(struct unit *unit) {
+    if (!unit->leader)
+        let_go_of_segments(unit);
     if (unit->anchor_hook)
         hook_disarm(unit->anchor_hook);
     Py_CLEAR(unit->anchor_hook);
@@ -94,6 +118,7 @@ int unit_clear(struct unit *unit) {
 
 int unit_visit(struct unit *unit, visitproc visit, void *arg) {
     Py_VISIT(unit->handle_object);
+    Py_VISIT(unit->segments);
     Py_VISIT(unit->runtime_object);
     return 0;
 }

@@ -34,7 +34,14 @@ struct unit {
                              * builds the runtime, its end detaches the views */
     PyObject *handle_object;  /* owned; or NULL when the instance manages no parameters */
     struct handle *handle;    /* borrowed from handle_object */
-    PyObject *runtime_object; /* owned; NULL before lazy init */
+    /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter. Then a unit has
+     * several: its own, and one for each of its segments. A segment is a struct unit too, with a handle, an anchor and a place among the
+     * runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and frees it. The unit's own parameters are
+     * trained if any are, and its node is the oldest: autograd comes to it last. */
+    struct unit *leader;       /* borrowed; of a segment: the unit that it is part of, else NULL */
+    struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
+    PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
+    PyObject *runtime_object;  /* owned; NULL before lazy init */
     struct runtime *runtime;  /* borrowed from runtime_object */
     PyObject *name;           /* owned; str */
 
@@ -69,16 +76,21 @@ struct unit {
 
 struct unit_spec {
     PyObject *module, *handle_object /* or NULL */, *name, *param_dtype /* or None */;
+    PyObject *segments; /* tuple of Unit objects, of units that have no segments themselves */
     struct handle *handle;
     bool cast_forward_inputs, cast_root_forward_inputs, forward_prefetch, limit_all_gathers;
     bool full_precision_in_eval;
     int backward_prefetch;
 };
 
+/* The flat parameters of a unit: its own, then those of its segments. */
+#define FOR_PARTS(part, first) for (struct unit *part = (first); part; part = part->next_segment)
+
 /* ---- unit.c: life ---- */
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
 int unit_clear(struct unit *unit);
+void unit_lead(struct unit *unit, struct unit *segment); /* which comes after those that it has; see [Note: segments] */
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
 /* Lazy init: the unit belongs to a root, as the one at `index` of its units. 0 or -1. */
 int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index);
@@ -111,10 +123,10 @@ int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs);
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
 
 /* gather.c. 0 or -1, where nothing else is said */
-int unit_gather(struct unit *unit);        /* enqueue the all-gather, after the limiter */
-int unit_wait_gathered(struct unit *unit); /* computation waits for it */
+int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the limiter */
+int unit_wait_gathered(struct unit *unit); /* computation waits for them */
 int unit_gather_and_wait(struct unit *unit);
-int unit_reshard(struct unit *unit, bool free_storage);
+int unit_reshard(struct unit *unit, bool free_storage); /* one part of a unit, as all that reshards in backward */
 /* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);
@@ -139,6 +151,7 @@ bool unit_ends_with_backward(const struct unit *unit);
 /* ahead.c. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
+void unit_set_prefetched(struct unit *unit, bool prefetched); /* it was gathered ahead of its turn */
 int unit_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already */
 int unit_prefetch(struct unit *unit, enum training_state state);          /* what is to be gathered ahead now */
 int unit_prefetch_in_order(struct unit *unit,
@@ -151,6 +164,7 @@ int unit_begin_step_alone(
 /* precision.c: in which precision the unit is gathered next. 0 or -1. */
 int unit_precision_for_forward(
     struct unit *unit); /* follows the mode of the wrapped module, where that was asked for */
+void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
 

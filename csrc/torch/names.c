@@ -84,7 +84,8 @@ int torch_names_init(void) {
     if (find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
         find_attribute("requires_grad", &of_requires_grad) < 0)
         goto done;
-    if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0)
+    if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0 ||
+        find(torch, "uint8", &torch_names.uint8) < 0)
         goto done;
     if (find(torch, "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled) < 0)
         goto done;

@@ -40,6 +40,7 @@ struct torch_names {
     PyObject *parameter_type; /* torch.nn.Parameter */
     PyObject *empty;          /* torch.empty */
     PyObject *empty_like;     /* torch.empty_like */
+    PyObject *uint8;          /* torch.uint8 */
     PyObject *split_with_sizes;
     PyObject *is_inference_mode_enabled;
     PyObject *queue_callback;   /* of the autograd engine */

@@ -33,7 +33,7 @@ void op_call_read_memory(struct op_call *call, struct op_operand *operand, AtenT
 
 void op_call_read(struct op_call *call, struct op_operand *operand, AtenTensorHandle tensor, const char *argument) {
     op_call_read_memory(call, operand, tensor, argument);
-    OP_CHECK(operand->view.dtype != DTYPE_OTHER, "%s: %s must be float32, float64, bfloat16 or float16", call->name,
+    OP_CHECK(dtype_is_known(operand->view.dtype), "%s: %s must be float32, float64, bfloat16 or float16", call->name,
              argument);
 }
 
@@ -52,7 +52,7 @@ void op_call_read_flat(struct op_call *call, struct op_operand *operand, AtenTen
 
 int32_t op_call_read_dtype(struct op_call *call, StableIValue slot) {
     int32_t code = (int32_t)slot;
-    OP_CHECK(op_dtype(code) != DTYPE_OTHER, "%s: dtype must be float32, float64, bfloat16 or float16", call->name);
+    OP_CHECK(dtype_is_known(op_dtype(code)), "%s: dtype must be float32, float64, bfloat16 or float16", call->name);
     return code;
 }
 

@@ -94,13 +94,11 @@ int tensor_init(void) {
 }
 
 static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
-    if (lanes != 1)
-        return DTYPE_OTHER;
-    if (code == DL_BFLOAT)
-        return bits == 16 ? DTYPE_BFLOAT16 : DTYPE_OTHER;
-    if (code != DL_FLOAT)
-        return DTYPE_OTHER;
-    return bits == 32 ? DTYPE_FLOAT32 : bits == 64 ? DTYPE_FLOAT64 : bits == 16 ? DTYPE_FLOAT16 : DTYPE_OTHER;
+    if (lanes == 1 && code == DL_BFLOAT && bits == 16)
+        return DTYPE_BFLOAT16;
+    if (lanes == 1 && code == DL_FLOAT && (bits == 16 || bits == 32 || bits == 64))
+        return bits == 32 ? DTYPE_FLOAT32 : bits == 64 ? DTYPE_FLOAT64 : DTYPE_FLOAT16;
+    return dtype_other(bits * lanes / 8);
 }
 
 static enum device_kind device_of(int32_t type) {
@@ -156,7 +154,7 @@ static PyObject *attribute_text(PyObject *object, const char *name) {
     return text;
 }
 
-static enum dtype dtype_named(PyObject *text) {
+static enum dtype dtype_named(PyObject *text, PyObject *element_nbytes) {
     static const char *const names[DTYPE_COUNT] = {
         [DTYPE_FLOAT32] = "torch.float32",
         [DTYPE_FLOAT64] = "torch.float64",
@@ -166,7 +164,7 @@ static enum dtype dtype_named(PyObject *text) {
     for (int dtype = 0; dtype < DTYPE_COUNT; dtype++)
         if (attribute_is(text, names[dtype]))
             return (enum dtype)dtype;
-    return DTYPE_OTHER;
+    return dtype_other(PyLong_AsLongLong(element_nbytes));
 }
 
 static int read_device(PyObject *tensor, struct tensor_view *view) {
@@ -190,15 +188,17 @@ static int view_by_attributes(PyObject *tensor, struct tensor_view *view) {
     PyObject *shape = address ? PyObject_GetAttrString(tensor, "shape") : NULL;
     PyObject *strides = shape ? PyObject_CallMethod(tensor, "stride", NULL) : NULL;
     PyObject *dtype = strides ? attribute_text(tensor, "dtype") : NULL;
+    PyObject *element_nbytes = dtype ? PyObject_GetAttrString(tensor, "itemsize") : NULL;
     int result = -1;
-    if (dtype && read_device(tensor, view) == 0) {
+    if (element_nbytes && read_device(tensor, view) == 0) {
         view->data = PyLong_AsVoidPtr(address);
         view->ndim = (int32_t)PySequence_Size(shape);
         view->sizes = read_ints(shape);
         view->strides = view->sizes ? read_ints(strides) : NULL;
-        view->dtype = dtype_named(dtype);
+        view->dtype = dtype_named(dtype, element_nbytes);
         result = view->strides ? 0 : -1;
     }
+    Py_XDECREF(element_nbytes);
     Py_XDECREF(dtype);
     Py_XDECREF(strides);
     Py_XDECREF(shape);

@@ -20,7 +20,7 @@ from fsdp_c.checkpoint.values import (
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
-from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
 from fsdp_c.state.sharded_values import ParamLayout
 from fsdp_c.state.state_dict_saving import shard_pieces
 from fsdp_c.training.unshard_params import check_idle
@@ -141,7 +141,7 @@ def _in_order(
         prefix = clean_name(f"{path}.") if path else ""
         own = of_module.get(module, {})
         for name, param in module._parameters.items():
-            if param is not None and name not in own and name != FLAT_PARAM:
+            if param is not None and name not in own and not is_flat_param_name(name):
                 yield prefix + name, _plain(prefix + name, param)
         for name, value in own.items():
             yield prefix + name, value

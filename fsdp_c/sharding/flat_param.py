@@ -16,8 +16,8 @@ from fsdp_c import _C
 from fsdp_c.compat import left_out
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy, HandleTrainingState, ShardingStrategy
-from fsdp_c.sharding import tensor_parallel
-from fsdp_c.sharding.traversal import ParamInfo, Subtree, clean_name, joined, unwrapped
+from fsdp_c.sharding import subclasses, tensor_parallel
+from fsdp_c.sharding.traversal import FLAT_PARAM, ParamInfo, Subtree, clean_name, joined, unwrapped
 
 __all__ = [
     "FlatParamHandle",
@@ -183,13 +183,15 @@ def _is_modules_own(method: object) -> bool:
     return getattr(method, "__module__", None) == nn.Module.__module__ and not hasattr(method, "__wrapped__")
 
 
-def check_uniform(params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool) -> None:
+def check_uniform(
+    params: Sequence[torch.Tensor], fqns: Sequence[str], use_orig_params: bool, floating: bool = True
+) -> None:
     """Raise ValueError, naming the parameters, unless they can live in one flat parameter (C-011)."""
     dtype, device, requires_grad = params[0].dtype, params[0].device, params[0].requires_grad
     for fqn, param in zip(fqns, params, strict=True):
         if getattr(param, "_is_flat_param", False):
             raise ValueError(f"Cannot flatten a `FlatParameter`: {fqn}")
-        if not param.is_floating_point():
+        if param.is_complex() or (floating and not param.is_floating_point()):
             kind = "complex" if param.is_complex() else "integer"
             raise ValueError(f"Cannot flatten {kind} dtype tensors: {fqn} is {param.dtype}. Pass it in ignored_states.")
         if param.dtype != dtype:
@@ -233,7 +235,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
 
     Args are those of torch's FlatParamHandle; ``params`` must lie in ``fully_sharded_module``. ``replicate_group`` is
     the group over which a hybrid strategy reduces its shards' gradients, ``tree`` what a walk over the module has
-    found already. Raises ValueError for parameters that do not fit into one flat parameter.
+    found already. With a ``flat_param_name``, under which a unit registers it, parameters may be integers. Raises
+    ValueError for parameters that do not fit into one flat parameter.
     """
 
     flat_param: FlatParameter
@@ -254,11 +257,12 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         fsdp_extension: FSDPExtensions | None = None,
         replicate_group: dist.ProcessGroup | None = None,
         tree: Subtree | None = None,
+        flat_param_name: str | None = None,
     ) -> None:
         if not params:
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
         found = Occurrences(tree or Subtree(fully_sharded_module), params)
-        check_uniform(found.params, found.fqns, use_orig_params)
+        check_uniform(found.params, found.fqns, use_orig_params, floating=flat_param_name is None)
         extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
         self._fully_sharded_module = fully_sharded_module
         self._sharding_strategy = HandleShardingStrategy(sharding_strategy.value)
@@ -296,7 +300,10 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             shard = shard.cpu().pin_memory()
         flat_param = FlatParameter(shard, requires_grad)
         _describe(flat_param, found, layout, shapes, strides, contiguities, extensions, use_orig_params)
-        self._wrap_views = tensor_parallel.views_wrapper(extensions, fsdp_extension)
+        self._guises = [subclasses.guise_of(param) for param in found.params]
+        self._wrap_views = tensor_parallel.views_wrapper(extensions, fsdp_extension) or subclasses.views_wrapper(
+            self._guises
+        )
         data_parallel_size = self.world_size * (1 if replicate_group is None else replicate_group.size())
         predivide = predivide_factor(data_parallel_size)
         super().__init__(
@@ -315,6 +322,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             reduce_dtype=mp_reduce_dtype or mp_param_dtype,
             name=type(fully_sharded_module).__name__,
             flat_param_owner=unwrapped(fully_sharded_module)._parameters,
+            flat_param_name=flat_param_name or FLAT_PARAM,
             wrap_views=self._wrap_views,
             strategy=self._sharding_strategy.value,
             use_orig_params=use_orig_params,
@@ -351,6 +359,11 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             first = primary[info.prim_module, info.prim_param_name]
             params.append(ManagedParam(info.module, info.param_name, _clean_fqn(info), first.shape, first.place))
         return params
+
+    def as_param(self, place: int, tensor: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        """``tensor`` as the parameter at ``place`` is shown: a parameter, of its class and with its attributes."""
+        guise = self._guises[place]
+        return nn.Parameter(tensor, requires_grad=requires_grad) if guise is None else guise.put_on(tensor)
 
     def shard(self) -> None:
         """Let the modules show this rank's shard. The parameters' own storage is released here."""

@@ -138,12 +138,17 @@ def sync_states(module: nn.Module, params: Iterable[nn.Parameter], groups: Itera
         _sync_params_and_buffers(group, tensors, BROADCAST_BUCKET_NBYTES, src=0)
 
 
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """What every backend can send, of the same memory where that is dense; ``tensor`` itself elsewhere."""
+    return tensor.view(torch.uint8) if tensor.is_contiguous() else tensor
+
+
 def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """``tensor`` itself, or the tensors inside a wrapper subclass."""
     if isinstance(tensor, DTensor):
         return [tensor.to_local()]
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
+        return [tensor if tensor.is_floating_point() or not tensor.dim() else _as_bytes(tensor)]
     plain: list[torch.Tensor] = []
     for name in tensor.__tensor_flatten__()[0]:
         inner = getattr(tensor, name)

@@ -6,7 +6,7 @@ A module is a FullyShardedDataParallel to the user. Its unit is the object in C 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeGuard, cast
 
 import torch
@@ -29,7 +29,7 @@ from fsdp_c.compat.upstream import (
     TrainingState,
 )
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle
-from fsdp_c.sharding.traversal import check_module, is_composable, is_unit, unwrapped
+from fsdp_c.sharding.traversal import FLAT_PARAM, check_module, is_composable, is_unit, unwrapped
 from fsdp_c.sharding.wrap import unit_name
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ class ShardedModule(nn.Module, _FSDPState):
     _fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle]
     _enclosing: weakref.ref[ShardedModule] | None  # the unit around this one
     _said_is_root: bool | None  # there once a client has written _is_root
+    _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter, see fsdp_c/sharding/segments.py
+    _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
 
     # what the constructor was given, or decided
     sharding_strategy: ShardingStrategy
@@ -92,6 +94,11 @@ class ShardedModule(nn.Module, _FSDPState):
         vars(self).pop("_said_is_root", None)
 
     @property
+    def _whole(self) -> ShardedModule:
+        """The unit that this is, or is a segment of."""
+        return self
+
+    @property
     def module(self) -> nn.Module:
         """The wrapped module, without a checkpoint wrapper directly around it."""
         return unwrapped(self._fsdp_wrapped_module)
@@ -111,9 +118,8 @@ class ShardedModule(nn.Module, _FSDPState):
 
     @property
     def params(self) -> list[FlatParameter]:
-        """The flat parameter, in a list that is empty for a unit without parameters."""
-        handle = self._handle
-        return [] if handle is None else [handle.flat_param]
+        """The unit's flat parameters: one, none for a unit without parameters, several for one with segments."""
+        return [part._handle.flat_param for part in parts_of(self) if part._handle is not None]
 
     @property
     def training_state(self) -> TrainingState:
@@ -128,7 +134,7 @@ class ShardedModule(nn.Module, _FSDPState):
     @property
     def _all_fsdp_states(self) -> list[ShardedModule]:
         """The units of this root's tree; looked up, because a list kept here would keep the root alive."""
-        return units_of(self)
+        return whole_units_of(self)
 
     @property
     def _all_handles(self) -> list[FlatParamHandle]:
@@ -221,6 +227,8 @@ def is_sharded_module(module: object) -> TypeGuard[ShardedModule]:
 def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
     """The units of a tree and their paths from ``module``, depth first, an outer unit before its inner ones.
 
+    The segments of a unit come behind it, with its path.
+
     Raises TypeError for what is no module.
     """
     check_module(module)
@@ -233,7 +241,7 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
             continue
         visited.add(current)
         if is_sharded_module(current):
-            found.append((path, current))
+            found += [(path, part) for part in parts_of(current)]
         children = current._modules
         if children:
             prefix = path + "." if path else ""
@@ -244,8 +252,18 @@ def units_with_paths(module: nn.Module) -> list[tuple[str, ShardedModule]]:
 
 
 def units_of(module: nn.Module) -> list[ShardedModule]:
-    """The units of a tree in traversal order, ``module`` itself included if it is one."""
+    """The units of a tree in traversal order, each with its segments, ``module`` itself included if it is one."""
     return [fsdp_module for _, fsdp_module in units_with_paths(module)]
+
+
+def whole_units_of(module: nn.Module) -> list[ShardedModule]:
+    """``units_of`` without segments."""
+    return [fsdp_module for fsdp_module in units_of(module) if fsdp_module._flat_param_name == FLAT_PARAM]
+
+
+def parts_of(fsdp_module: ShardedModule) -> list[ShardedModule]:
+    """A unit and its segments: one for each of its flat parameters."""
+    return [fsdp_module, *fsdp_module._segments]
 
 
 # ----------------------------------------------------------------- by the module that they wrap
@@ -265,5 +283,6 @@ def unit_around(module: nn.Module) -> ShardedModule | None:
 
 
 def claimed_units() -> list[ShardedModule]:
-    """All units that are alive."""
-    return [module for reference in _units.values() if (module := reference()) is not None]
+    """All units that are alive, and their segments."""
+    alive = [module for reference in _units.values() if (module := reference()) is not None]
+    return [part for module in alive for part in parts_of(module)]

@@ -24,6 +24,16 @@ WRAPPED_PREFIX = WRAPPED_MODULE + "."
 CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
+def flat_param_name(number: int) -> str:
+    """Under which a wrapped module registers flat parameter ``number`` of its unit, whose own is 0."""
+    return f"{FLAT_PARAM}_{number}" if number else FLAT_PARAM
+
+
+def is_flat_param_name(name: str) -> bool:
+    """Whether a module's parameter of this name is a flat parameter."""
+    return name.removeprefix(FLAT_PARAM).lstrip("_").isdecimal() if name != FLAT_PARAM else True
+
+
 def clean_name(name: str) -> str:
     """The name of a tensor or module as the user's own model has it, without the segments that wrappers add."""
     return name.replace(WRAPPED_PREFIX, "").replace(CHECKPOINT_PREFIX, "")

@@ -19,6 +19,7 @@ from fsdp_c.compat.upstream import (
     _recursive_wrap,
     _wrap_module_cls_individually,
 )
+from fsdp_c.sharding.grouping import groups_of, splits_frozen
 from fsdp_c.sharding.traversal import Homes, Subtree, at_home, joined
 
 Policy = _Policy | Callable[..., bool]
@@ -112,7 +113,8 @@ def chosen_modules(
     if isinstance(policy, _Policy):
         chosen = policy._run_policy(tree.root, ignored_modules, {**root_kwargs, "auto_wrap_policy": None})
         _add_full_precision_modules(tree.modules, classes, ignored_modules, root_kwargs, chosen)
-        _check_frozen_params(tree, chosen.keys(), ignored_params, root_kwargs["use_orig_params"])
+        if root_kwargs["use_orig_params"] and not splits_frozen():
+            _warn_of_frozen_params(tree, chosen.keys(), ignored_params)
         return chosen
     recorded: dict[nn.Module, Kwargs] = {}
 
@@ -212,10 +214,8 @@ class _FullPrecisionRegion:
         return _apply_to_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, output)
 
 
-def _check_frozen_params(
-    tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter], use_orig_params: bool
-) -> None:
-    """Raise, or with use_orig_params warn, for a target whose own parameters are partly frozen."""
+def _warn_of_frozen_params(tree: Subtree, targets: Iterable[nn.Module], ignored_params: set[nn.Parameter]) -> None:
+    """Warn of a target whose own parameters are partly frozen, and lie in one flat parameter."""
     registered = (param for module in tree.modules for param in module._parameters.values() if param is not None)
     if len({param.requires_grad for param in registered}) < 2:
         return
@@ -229,25 +229,17 @@ def _check_frozen_params(
         }
         trainable = [param for param in params if param.requires_grad]
         frozen = [param for param in params if not param.requires_grad]
-        if not trainable or not frozen:
+        if not trainable or not frozen or len(groups_of(params, use_orig_params=True)) > 1:
             continue
-        lists = (
-            f"requires_grad=True: {[params[param] for param in trainable]}; "
-            f"requires_grad=False: {[params[param] for param in frozen]}"
-        )
-        if not use_orig_params:
-            raise ValueError(
-                f"{path or type(root).__name__} has both parameters with requires_grad=True and False, which one "
-                "unit holds only "
-                f"with use_orig_params=True; pass that, or wrap the frozen parameters with FSDP separately. {lists}"
-            )
         wanted = sum(param.numel() for param in trainable)
         total = wanted + sum(param.numel() for param in frozen)
         warnings.warn(
             f"{path or type(root).__name__} has both parameters with requires_grad=True and False: its gradients "
             f"take {total} numel "
-            f"instead of {wanted} numel before they are reduced; wrap the frozen parameters with FSDP separately. "
-            f"{lists}",
+            f"instead of {wanted} numel before they are reduced; wrap under fsdp_c.wrap.split_frozen(), or wrap the "
+            "frozen parameters with FSDP separately. "
+            f"requires_grad=True: {[params[param] for param in trainable]}; "
+            f"requires_grad=False: {[params[param] for param in frozen]}",
             stacklevel=4,
         )
 

@@ -70,7 +70,7 @@ class OptimParams:
                 for index, (param, fqn) in enumerate(zip(flat_param._params or (), fqns, strict=True)):
                     found[param] = OptimParam(fqn, (fqn,), module, (index,))
             else:
-                name = clean_name(joined(path, "_flat_param"))
+                name = clean_name(joined(path, module._flat_param_name))
                 found[flat_param] = OptimParam(name, tuple(fqns), module, tuple(range(len(fqns))))
         return found
 

@@ -33,7 +33,7 @@ from fsdp_c.compat.upstream import (
     StateDictType,
 )
 from fsdp_c.sharding import common
-from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_of
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit
 from fsdp_c.state.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
 from fsdp_c.state.state_dict_saving import (
@@ -238,7 +238,8 @@ def closing_units() -> Iterator[None]:
         yield
     finally:
         for module in [module for module in _open if module not in already_open]:
-            _rows.pop(module, None)
+            for part in parts_of(module):
+                _rows.pop(part, None)
             _supplied.pop(module, None)
             _open.pop(module).close()
 
@@ -269,14 +270,14 @@ def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> 
         _enter(fsdp_module, stack)
         if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
             fsdp_module._unit.runtime.reset_grad_info()
-        if fsdp_module._handle is not None:
-            check_idle(fsdp_module, summoned=kind != StateDictType.LOCAL_STATE_DICT)
+        for part in _parts_with_params(fsdp_module):
+            check_idle(part, summoned=kind != StateDictType.LOCAL_STATE_DICT)
             if kind == StateDictType.FULL_STATE_DICT:
-                stack.enter_context(full_values_shown(fsdp_module, _values_of(fsdp_module)))
+                stack.enter_context(full_values_shown(part, _values_of(part)))
             elif kind == StateDictType.SHARDED_STATE_DICT:
                 # here, as inside summon_full_params they are read from the modules
-                _rows[fsdp_module] = _values_of(fsdp_module)
-                stack.enter_context(names_shown(fsdp_module))
+                _rows[part] = _values_of(part)
+                stack.enter_context(names_shown(part))
         _open[fsdp_module] = stack.pop_all()
 
 
@@ -286,13 +287,13 @@ def _post_save_hook(fsdp_module: ShardedModule, state_dict: StateDict, prefix: s
     with _open.pop(fsdp_module):
         is_root = fsdp_module._unit.is_root
         _strip_wrapper(state_dict, prefix)
-        if fsdp_module._handle is not None:
+        for part in _parts_with_params(fsdp_module):
             if kind == StateDictType.FULL_STATE_DICT:
-                put_full_values(fsdp_module, state_dict, prefix)
+                put_full_values(part, state_dict, prefix)
             elif kind == StateDictType.SHARDED_STATE_DICT:
-                put_sharded_values(fsdp_module, state_dict, prefix, _rows.pop(fsdp_module))
+                put_sharded_values(part, state_dict, prefix, _rows.pop(part))
             else:
-                put_local_value(fsdp_module, state_dict, prefix)
+                put_local_value(part, state_dict, prefix)
     _finish_buffers(fsdp_module, state_dict, prefix)
     if is_root and logger.isEnabledFor(logging.INFO):
         for key, value in state_dict.items():
@@ -314,20 +315,23 @@ def _pre_load_hook(
     kind = _kind(fsdp_module)
     with contextlib.ExitStack() as stack:
         _enter(fsdp_module, stack)
-        if fsdp_module._handle is not None:
-            check_idle(fsdp_module, summoned=kind != StateDictType.LOCAL_STATE_DICT)
+        parts = _parts_with_params(fsdp_module)
+        for part in parts:
+            check_idle(part, summoned=kind != StateDictType.LOCAL_STATE_DICT)
+        supplied: set[str] = set()
         if kind == StateDictType.LOCAL_STATE_DICT:
-            if fsdp_module._handle is not None:
-                mark = load_local_value(fsdp_module, state_dict, prefix)
-                _supplied[fsdp_module] = supplied_names(fsdp_module, prefix, mark)
+            for part in parts:
+                supplied |= supplied_names(part, prefix, load_local_value(part, state_dict, prefix))
         else:
-            mark = begin_load(fsdp_module, state_dict, prefix)
-            if mark.is_loaded:
-                _supplied[fsdp_module] = supplied_names(fsdp_module, prefix, mark)
-                if not fsdp_module._use_orig_params:  # the modules do not know what they miss
-                    missing_keys.extend(prefix + name for name in sorted(mark.missing))
-            elif fsdp_module._handle is not None:
-                stack.enter_context(gathered_for_load(fsdp_module, state_dict, prefix))
+            for part, mark in zip(parts_of(fsdp_module), begin_load(fsdp_module, state_dict, prefix), strict=True):
+                if mark.is_loaded:
+                    supplied |= supplied_names(part, prefix, mark)
+                    if not fsdp_module._use_orig_params:  # the modules do not know what they miss
+                        missing_keys.extend(prefix + name for name in sorted(mark.missing))
+                elif part._handle is not None:
+                    stack.enter_context(gathered_for_load(part, state_dict, prefix))
+        if supplied:
+            _supplied[fsdp_module] = frozenset(supplied)
         _replace_prefix(state_dict, prefix, prefix + WRAPPED_PREFIX)
         _open[fsdp_module] = stack.pop_all()
 
@@ -343,6 +347,10 @@ def _post_load_hook(fsdp_module: ShardedModule, incompatible_keys: _Incompatible
     if supplied:
         missing = incompatible_keys.missing_keys
         missing[:] = [key for key in missing if key not in supplied]
+
+
+def _parts_with_params(fsdp_module: ShardedModule) -> list[ShardedModule]:
+    return [part for part in parts_of(fsdp_module) if part._handle is not None]
 
 
 def _kind(fsdp_module: ShardedModule) -> StateDictType:

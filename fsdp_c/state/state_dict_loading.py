@@ -25,9 +25,9 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_of, units_with_paths
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, parts_of, units_of, units_with_paths
 from fsdp_c.sharding.tensor_parallel import like
-from fsdp_c.sharding.traversal import FLAT_PARAM, clean_name, is_unit
+from fsdp_c.sharding.traversal import clean_name, is_flat_param_name, is_unit
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
@@ -59,20 +59,21 @@ def is_full(module: ShardedModule) -> bool:
     return whole or module._state_dict_type == StateDictType.FULL_STATE_DICT
 
 
-def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> Mark:
+def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
     """Check and load what can be before the modules do, for this unit and those inside it. Collective.
 
-    Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is written then.
+    Returns a mark for each part of this unit. Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is written then.
     """
-    mark = state_dict.pop(prefix + FLAT_PARAM, None)
-    if isinstance(mark, Mark):
-        return mark
+    parts = parts_of(fsdp_module)
+    marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]
+    if all(isinstance(mark, Mark) for mark in marks):
+        return marks
     fsdp_modules = [
         (prefix + clean_name(f"{path}.") if path else prefix, inner) for path, inner in units_with_paths(fsdp_module)
     ]
     check_entries(fsdp_module, state_dict, prefix)
     if any(_transforms_on_load(module) for module in fsdp_module.modules()):
-        fsdp_modules = fsdp_modules[:1]
+        fsdp_modules = fsdp_modules[: len(parts)]
         early = (
             []
             if is_full(fsdp_module) or (fsdp_module._handle is not None and is_summoned(fsdp_module))
@@ -86,9 +87,9 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
         _make_whole(inner, state_dict, at)
     for _, inner in waiting:
         _check_shown(inner)  # after all transfers: it may fail on some ranks only
-    for at, inner in fsdp_modules[1:]:
-        state_dict[at + FLAT_PARAM] = loaded.get(inner, Mark(False, frozenset()))
-    return loaded.get(fsdp_module, Mark(False, frozenset()))
+    for at, inner in fsdp_modules[len(parts) :]:
+        state_dict[at + inner._flat_param_name] = loaded.get(inner, Mark(False, frozenset()))
+    return [loaded.get(part, Mark(False, frozenset())) for part in parts]
 
 
 def _waits(module: ShardedModule) -> bool:
@@ -189,7 +190,7 @@ def _take(module: ShardedModule, prefix: str, state_dict: StateDict) -> Mark:
 def supplied_names(module: ShardedModule, prefix: str, mark: Mark) -> frozenset[str]:
     """The names that the modules will not find in the dict and shall not report as missing."""
     names = [param.fqn for param in common.managed_params(module._handle) if param.fqn not in mark.missing]
-    return frozenset(clean_name(prefix) + name for name in (*names, FLAT_PARAM))
+    return frozenset(clean_name(prefix) + name for name in (*names, module._flat_param_name))
 
 
 @contextlib.contextmanager
@@ -228,7 +229,7 @@ def load_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) 
     Raises AssertionError for a missing flat parameter (X-140), or one that does not fit (X-141).
     """
     handle, layout = handle_of(module), handle_of(module).layout
-    key = prefix + FLAT_PARAM
+    key = prefix + module._flat_param_name
     if key not in state_dict:
         raise AssertionError(
             "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: "
@@ -312,7 +313,7 @@ def _own_shapes(module: nn.Module, managed: dict[str, torch.Size]) -> dict[str, 
     """Full shapes of a module's own parameters and persistent buffers."""
     shapes = {}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-        if tensor is None or name == FLAT_PARAM or name in module._non_persistent_buffers_set:
+        if tensor is None or is_flat_param_name(name) or name in module._non_persistent_buffers_set:
             continue
         if not torch.nn.parameter.is_lazy(tensor):
             shapes[name] = tensor.shape

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C
@@ -22,7 +22,6 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.sharding.traversal import FLAT_PARAM
 from fsdp_c.state.redistribution import gather
 from fsdp_c.state.sharded_values import (
     ParamLayout,
@@ -189,14 +188,14 @@ def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterat
         used.add(param.place)
         registered = param.module._parameters.get(param.name)
         requires_grad = handle_of(module).flat_param.requires_grad if registered is None else registered.requires_grad
-        shown.append((param, nn.Parameter(value, requires_grad=requires_grad)))
+        shown.append((param, handle_of(module).as_param(param.place, value, requires_grad)))
     with common.mounted(shown):
         yield
 
 
 def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Leave plain tensors with their own memory, or nothing, under the names of the unit's parameters."""
-    state_dict.pop(prefix + FLAT_PARAM, None)
+    state_dict.pop(prefix + module._flat_param_name, None)
     dropped = is_dropped(module)
     for param in common.managed_params(module._handle):
         fqn = prefix + param.fqn
@@ -244,15 +243,16 @@ def _parallel_rows(module: ShardedModule, full: Tensor) -> Tensor:
 @contextlib.contextmanager
 def names_shown(module: ShardedModule) -> Iterator[None]:
     """Placeholders for the parameters of a unit without original ones, so that their names come in their order."""
-    placeholder = nn.Parameter(torch.empty(0), requires_grad=False)
+    nothing = torch.empty(0)
     params = [] if module._use_orig_params else common.managed_params(module._handle)
-    with common.mounted([(param, placeholder) for param in params]):
+    placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
+    with common.mounted(list(zip(params, placeholders, strict=True))):
         yield
 
 
 def put_sharded_values(module: ShardedModule, state_dict: StateDict, prefix: str, rows: Sequence[Tensor]) -> None:
     """Put a sharded value of its own under every name of the unit's parameters (F-030)."""
-    state_dict.pop(prefix + FLAT_PARAM, None)
+    state_dict.pop(prefix + module._flat_param_name, None)
     offload = module._state_dict_config.offload_to_cpu
     used: set[int] = set()
     layouts = param_layouts(module)
@@ -281,4 +281,4 @@ def put_local_value(module: ShardedModule, state_dict: StateDict, prefix: str) -
     local = local_shard(module)[: handle.layout.shard_numel_valid]
     if module._state_dict_config.offload_to_cpu:
         local = local.cpu()
-    state_dict[prefix + FLAT_PARAM] = flat_value(module, local, handle.layout.numel)
+    state_dict[prefix + module._flat_param_name] = flat_value(module, local, handle.layout.numel)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, is_sharded_module, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, is_sharded_module, parts_of, units_of
 from fsdp_c.sharding.wrap import unit_name
 
 _REMEDY = "fsdp_c.register_forward_method"
@@ -72,14 +72,18 @@ class LayerCall:
         return types.NoneType, ()
 
 
-def explain_layers(handle: FlatParamHandle) -> None:
+def explain_layers(fsdp_module: ShardedModule) -> None:
     """From now on an error of a layer of the unit that is called past it, anywhere, names the unit and the remedy.
 
     So until the unit has run a few training steps; after them a step costs nothing, and such calls are explained where
     the last forward was one without gradients.
     """
-    if handle.uses_sharded_strategy and handle.world_size > 1:
-        handle.set_layer_calls([(vars(layer), LayerCall(handle, layer)) for layer in _layers(handle)])
+    explained: set[nn.Module] = set()
+    for handle in (part._handle for part in parts_of(fsdp_module)):
+        if handle is not None and handle.uses_sharded_strategy and handle.world_size > 1:
+            layers = [layer for layer in _layers(handle) if layer not in explained]
+            handle.set_layer_calls([(vars(layer), LayerCall(handle, layer)) for layer in layers])
+            explained.update(layers)
 
 
 def _layers(handle: FlatParamHandle) -> dict[nn.Module, str]:
@@ -139,7 +143,7 @@ def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple
         traceback = traceback.tb_next
     for inner in units:
         handle = inner._handle
-        if handle is None or inner in in_forward or not handle.shows_sharded:
+        if handle is None or inner._whole in in_forward or not handle.shows_sharded:
             continue
         name = _layers(handle).get(module) if module is not None else None
         if name is not None:

@@ -13,7 +13,7 @@ from fsdp_c import _C
 from fsdp_c.compat.upstream import ShardingStrategy
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_sharded_module, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_sharded_module, parts_of, units_of
 from fsdp_c.sharding.wrap import unit_name
 
 
@@ -30,7 +30,7 @@ def summon_full_params(
     if recurse:
         fsdp_modules = units_of(module)
     else:
-        fsdp_modules = [module] if is_sharded_module(module) else []
+        fsdp_modules = parts_of(module) if is_sharded_module(module) else []
     for fsdp_module in fsdp_modules:
         _check_arguments(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads)
     with contextlib.ExitStack() as stack:

@@ -115,6 +115,7 @@ def unit_alone() -> Callable[[], Any]:
             param_dtype=None,
             backward_prefetch=1,
             full_precision_in_eval=False,
+            segments=(),
             **dict.fromkeys(names, True),
         )
 

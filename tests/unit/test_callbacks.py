@@ -52,6 +52,7 @@ def test_a_refused_binding_leaves_what_was_bound() -> None:
         forward_prefetch=False,
         limit_all_gathers=False,
         full_precision_in_eval=False,
+        segments=(),
     )
     with pytest.raises(TypeError):
         _C.bind_callbacks(**dict.fromkeys((*NAMES, "other"), refuse))  # type: ignore[arg-type]

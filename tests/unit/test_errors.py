@@ -364,13 +364,6 @@ CONSTRUCTION = [
         lambda fsdp: fsdp.wrap(inner_unit(fsdp), auto_wrap_policy=ModuleWrapPolicy({nn.Linear})),
     ),
     Row(
-        "X-031",
-        ValueError,
-        "second has both parameters with requires_grad=True and False",
-        lambda fsdp: freeze_partly(fsdp, False),
-        ours="'second.0.weight'",
-    ),
-    Row(
         "X-032",
         UserWarning,
         "second has both parameters with requires_grad=True and False",

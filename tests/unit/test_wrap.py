@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
@@ -57,7 +58,7 @@ def paths(model: nn.Module) -> list[str]:
 
 
 def test_policies_are_the_objects_of_torch() -> None:
-    for name in fsdp_wrap.__all__:
+    for name in set(fsdp_wrap.__all__) - {"split_frozen"}:
         assert getattr(fsdp_wrap, name) is getattr(torch_wrap, name)
 
 
@@ -176,18 +177,28 @@ def test_full_precision_module_answers_in_the_dtype_of_its_input() -> None:
     assert seen == [torch.float32, torch.float32]
 
 
-def test_partly_frozen_module_is_refused_and_both_kinds_are_named() -> None:
-    plain = Model()
-    plain.blocks[1].first.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"^blocks.1 has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"):
-        FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}))
-
-
 def test_partly_frozen_module_with_original_parameters_warns_of_its_gradients() -> None:
     plain = Model()
     plain.blocks[1].first.requires_grad_(False)
-    with pytest.warns(UserWarning, match="38 numel instead of 18 numel"):
+    names = r"^blocks.1 has both.*'blocks.1.second.weight'.*'blocks.1.first.weight'"
+    with pytest.warns(UserWarning, match=names) as told:
         FSDP(plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=True)
+    assert "38 numel instead of 18 numel" in str(told[0].message)
+
+
+@pytest.mark.parametrize("split", ["use_orig_params", "split_frozen", "dtype"])
+def test_partly_frozen_module_of_several_flat_parameters_gives_no_warning(split: str) -> None:
+    plain = Model()
+    plain.blocks[1].first.requires_grad_(False)
+    if split == "dtype":
+        plain.blocks[1].second.double()
+    with warnings.catch_warnings(), fsdp_wrap.split_frozen() if split == "split_frozen" else contextlib.nullcontext():
+        warnings.simplefilter("error")
+        model = FSDP(
+            plain, auto_wrap_policy=fsdp_wrap.ModuleWrapPolicy({Block}), use_orig_params=split != "use_orig_params"
+        )
+    trainable, frozen = model.blocks[1].params
+    assert trainable.requires_grad and not frozen.requires_grad
 
 
 def test_wholly_frozen_module_is_wrapped_without_a_warning() -> None:

@@ -1,0 +1,56 @@
+"""Which parameters of a unit share a flat parameter: those of one dtype, that are trained alike."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from fsdp_c.compat.upstream import MixedPrecision
+
+_splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
+
+
+@contextlib.contextmanager
+def split_frozen() -> Iterator[None]:
+    """Units built in the body keep frozen parameters in a flat parameter of their own, also with ``use_orig_params``.
+
+    Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. Values are the
+    same bits, state dicts the same; only memory and traffic differ. FSDP_C_SPLIT_FROZEN=1 in the environment does the
+    same for unmodified scripts. All ranks build alike.
+    """
+    token = _splits_frozen.set(True)
+    try:
+        yield
+    finally:
+        _splits_frozen.reset(token)
+
+
+def splits_frozen() -> bool:
+    """Whether ``split_frozen`` or FSDP_C_SPLIT_FROZEN is in force."""
+    return _splits_frozen.get() or os.environ.get("FSDP_C_SPLIT_FROZEN", "") == "1"
+
+
+def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
+    """``params`` as they share flat parameters: by dtype and ``requires_grad``, trainable ones first.
+
+    One group where one flat parameter can hold them all: where their dtypes agree, and they are trainable alike, or
+    are shown as the original parameters without ``split_frozen``.
+    """
+    groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    for param in params:
+        groups.setdefault((param.requires_grad, param.dtype), []).append(param)
+    if use_orig_params and not splits_frozen() and len({dtype for _, dtype in groups}) == 1:
+        return [list(params)]
+    return [groups[key] for key in sorted(groups, key=lambda key: not key[0])]
+
+
+def precision_for(dtype: torch.dtype, mixed_precision: MixedPrecision) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of computation and of reduction: those of ``mixed_precision``, which leaves integers as they are."""
+    if not dtype.is_floating_point:
+        return None, None
+    return mixed_precision.param_dtype, mixed_precision.reduce_dtype

@@ -1,0 +1,55 @@
+"""Frozen parameters of classes of their own, or with attributes, as quantisers make them: their views look the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Views = tuple[Tensor, ...]
+
+# what wrapping and its policies leave on plain parameters
+_MARKS = frozenset({"_fsdp_flattened", "_fsdp_owner", "_is_flat_param"})
+
+
+class Guise(NamedTuple):
+    """The class and the attributes of a parameter, which are shared with whatever takes them on."""
+
+    kind: type[nn.Parameter]
+    attributes: dict[str, Any]
+
+    def put_on(self, data: Tensor) -> nn.Parameter:
+        """A frozen parameter of that class over the memory of ``data``."""
+        made = torch.Tensor._make_subclass(self.kind, data.detach(), False)
+        made.__dict__ = self.attributes
+        return made
+
+
+def guise_of(param: nn.Parameter) -> Guise | None:
+    """How ``param`` looks; None for a plain one, and for a trained one, through whose class gradients would pass."""
+    if param.requires_grad or (type(param) is nn.Parameter and vars(param).keys() <= _MARKS):
+        return None
+    return Guise(type(param), vars(param))
+
+
+def views_wrapper(guises: Sequence[Guise | None]) -> Callable[[Views], Views] | None:
+    """The function that makes what the modules show from a unit's views; None where they show the views."""
+    return ViewsInGuise(guises) if any(guises) else None
+
+
+class ViewsInGuise:
+    """Puts each guise on the view of its parameter. Views stay from step to step, and so does what is made of them."""
+
+    def __init__(self, guises: Sequence[Guise | None]) -> None:
+        self._guises = tuple(guises)
+        self._views: Views = ()
+        self._shown: Views = ()
+
+    def __call__(self, views: Views) -> Views:
+        if views is not self._views:
+            pairs = zip(views, self._guises, strict=True)
+            self._views = views
+            self._shown = tuple(view if guise is None else guise.put_on(view) for view, guise in pairs)
+        return self._shown

@@ -1,0 +1,555 @@
+"""Units whose parameters differ in dtype, or in whether they are trained: one flat parameter for each kind (parity 37).
+
+What torch refuses (X-031) trains here.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType, checkpoint
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.wrap import ModuleWrapPolicy, split_frozen
+from tests.ranks import device, on_ranks
+
+WIDTH, RANK = 12, 3
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+class Packed(nn.Parameter):
+    """A frozen parameter of a quantiser: two numbers in a byte, and how to read them as an attribute."""
+
+    quant_state: dict[str, Any]
+
+    def __new__(cls, data: Tensor, quant_state: dict[str, Any]) -> Packed:
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.quant_state = quant_state
+        return made
+
+
+class PackedLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        data = torch.randint(0, 256, (WIDTH * WIDTH // 2, 1), dtype=torch.uint8)
+        self.weight = Packed(data, {"scale": 0.05, "shape": (WIDTH, WIDTH)})
+        self.used = nn.Parameter(torch.rand(WIDTH) > 0.2, requires_grad=False)
+        self.order = nn.Parameter(torch.randperm(WIDTH).to(torch.int16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.weight.quant_state
+        packed = self.weight.view(-1).as_subclass(Tensor)  # type: ignore[arg-type]
+        weight = torch.stack([packed & 15, packed >> 4], -1).view(state["shape"]).to(x.dtype) - 7.5
+        return nn.functional.linear(x, weight * state["scale"])[:, self.order.long()] * self.used
+
+
+class Block(nn.Module):
+    """A base that is frozen, an adapter, a norm."""
+
+    def __init__(self, base: nn.Module, adapter_dtype: torch.dtype, checkpoints: bool | None = None) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(WIDTH, RANK, bias=False, dtype=adapter_dtype)
+        self.up = nn.Linear(RANK, WIDTH, bias=False, dtype=adapter_dtype)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.base.requires_grad_(False)
+        self.checkpoints = checkpoints
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpoints is None:
+            return self.compute(x)
+        return recomputed(self.compute, x, use_reentrant=self.checkpoints)
+
+    def compute(self, x: Tensor) -> Tensor:
+        inner = x.to(self.down.weight.dtype)
+        adapted = self.base(x if isinstance(self.base, PackedLinear) else x.to(self.base.weight.dtype))
+        both = adapted.to(x.dtype) + self.up(torch.tanh(self.down(inner))).to(x.dtype)
+        return x + self.norm(both.to(self.norm.weight.dtype)).to(x.dtype)
+
+
+def lora() -> Block:
+    return Block(nn.Linear(WIDTH, WIDTH), torch.float32)
+
+
+def two_dtypes() -> Block:
+    block = Block(nn.Linear(WIDTH, WIDTH), torch.float64)
+    block.base.requires_grad_(True)
+    return block
+
+
+def quantised() -> Block:
+    return Block(PackedLinear(), torch.float64)
+
+
+def frozen_dtypes() -> Block:
+    return two_dtypes().requires_grad_(False)
+
+
+class Model(nn.Module):
+    def __init__(self, block: Callable[[], Block]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.Sequential(*(block() for _ in range(3)))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+KINDS = {"lora": lora, "two dtypes": two_dtypes, "quantised": quantised, "frozen dtypes": frozen_dtypes}
+NUM_FLAT = {"lora": 2, "two dtypes": 2, "quantised": 5, "frozen dtypes": 2}  # of a block, where frozen ones are apart
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def plain(kind: str) -> Model:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = Model(KINDS[kind])
+    return model.to(device())
+
+
+def wrapped(
+    kind: str, use_orig_params: bool, model: nn.Module | None = None, split: bool = True, **kwargs: Any
+) -> FSDP:
+    kwargs = {"auto_wrap_policy": ModuleWrapPolicy({Block}), **kwargs}
+    with split_frozen() if split else nullcontext():
+        return FSDP(model or plain(kind), use_orig_params=use_orig_params, device_id=device(), **kwargs)
+
+
+def batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(10 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator, device="cpu").to(device())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=0.05)
+
+
+def train(
+    model: nn.Module, rank: int, steps: int = 3, optimizer: torch.optim.Optimizer | None = None, start: int = 0
+) -> torch.optim.Optimizer:
+    optimizer = optimizer or optimizer_of(model)
+    for step in range(start, start + steps):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def train_plain(model: nn.Module, world_size: int, steps: int = 3, start: int = 0) -> torch.optim.Optimizer:
+    """As ``world_size`` ranks would train it: each a loss of its own, gradients averaged."""
+    optimizer = optimizer_of(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    for step in range(start, start + steps):
+        sums: list[Tensor | None] = [None] * len(trained)
+        for rank in range(world_size):
+            model(batch(rank, step)).square().mean().backward()
+            for index, param in enumerate(trained):
+                grad, before = param.grad, sums[index]
+                sums[index] = grad if before is None or grad is None else before + grad
+                param.grad = None
+        for param, total in zip(trained, sums, strict=True):
+            param.grad = None if total is None else total / world_size
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def full_state(model: FSDP) -> dict[str, Tensor]:
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(found) == list(expected)
+    for name, value in found.items():
+        assert value.dtype == expected[name].dtype, name
+        assert torch.equal(value, expected[name]), name
+
+
+@contextmanager
+def collectives() -> Iterator[dict[str, list[int]]]:
+    """The bytes that each collective of the body gives back, by its name."""
+    sent: dict[str, list[int]] = {"gather": [], "reduce": []}
+    gather_name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    reduce_name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    gather, reduce = getattr(dist, gather_name), getattr(dist, reduce_name)
+
+    def counted_gather(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent["gather"].append(output.nbytes)
+        return gather(output, given, *args, **kwargs)
+
+    def counted_reduce(output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent["reduce"].append(given.nbytes)
+        return reduce(output, given, *args, **kwargs)
+
+    setattr(dist, gather_name, counted_gather)
+    setattr(dist, reduce_name, counted_reduce)
+    try:
+        yield sent
+    finally:
+        setattr(dist, gather_name, gather)
+        setattr(dist, reduce_name, reduce)
+
+
+# ----------------------------------------------------------------- training
+
+
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_trains_as_the_plain_model_does(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+    model, reference = wrapped(kind, use_orig_params), plain(kind)
+    train(model, rank)
+    train_plain(reference, world_size)
+    assert_same(full_state(model), dict(reference.state_dict()))
+    block = model.blocks[0]
+    assert len(block.params) == NUM_FLAT[kind]
+    trained = [flat_param.requires_grad for flat_param in block.params]
+    assert trained == sorted(trained, reverse=True)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "offload": {"cpu_offload": CPUOffload(True)},
+    "BACKWARD_POST": {"backward_prefetch": BackwardPrefetch.BACKWARD_POST},
+    "no prefetch": {"backward_prefetch": None},
+    "forward prefetch": {"forward_prefetch": True, "limit_all_gathers": False},
+    "one unit": {"auto_wrap_policy": None},
+    "synchronised": {"sync_module_states": True},
+}
+
+
+@all_kinds
+@pytest.mark.parametrize("options", OPTIONS)
+@both_views
+@on_ranks(2)
+def test_every_option_trains_alike(rank: int, world_size: int, kind: str, options: str, use_orig_params: bool) -> None:
+    model, reference = wrapped(kind, use_orig_params, **OPTIONS[options]), plain(kind)
+    train(model, rank)
+    train_plain(reference, world_size)
+    found = full_state(model)
+    assert_same({name: value.to(device()) for name, value in found.items()}, dict(reference.state_dict()))
+
+
+@pytest.mark.parametrize("kind", ["lora", "quantised"])
+@both_views
+@on_ranks(4)
+def test_hybrid_shards_train_alike(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+    mesh = init_device_mesh(device().type, (2, 2))
+    for strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+        model = wrapped(kind, use_orig_params, sharding_strategy=strategy, device_mesh=mesh)
+        reference = wrapped(kind, use_orig_params)
+        train(model, rank)
+        train(reference, rank)
+        found, expected = full_state(model), full_state(reference)
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name])
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float64], ids=str)
+@on_ranks(2)
+def test_frozen_parts_apart_change_no_bit(rank: int, world_size: int, low: torch.dtype) -> None:
+    precision = MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+    model = wrapped("lora", True, mixed_precision=precision)
+    together = wrapped("lora", True, mixed_precision=precision, split=False)
+    assert len(model.blocks[0].params) == 2 and len(together.blocks[0].params) == 1
+    train(model, rank)
+    train(together, rank)
+    assert_same(full_state(model), full_state(together))
+
+
+@on_ranks(2)
+def test_the_environment_sets_frozen_parts_apart(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FSDP_C_SPLIT_FROZEN", "1")
+        model = wrapped("lora", True, split=False)
+    assert len(model.blocks[0].params) == 2
+
+
+@both_views
+@on_ranks(2)
+def test_integers_are_never_cast(rank: int, world_size: int, use_orig_params: bool) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
+    model, reference = wrapped("quantised", use_orig_params, mixed_precision=precision), plain("quantised")
+    seen: set[torch.dtype] = set()
+
+    def look(module: nn.Module, _: object) -> None:
+        seen.update(tensor.dtype for tensor in (module.weight, module.used, module.order))
+        assert type(module.weight) is Packed and module.weight.quant_state["scale"] == 0.05
+
+    for block in model.blocks:
+        block.module.base.register_forward_pre_hook(look)
+    train(model, rank)
+    assert seen == {torch.uint8, torch.bool, torch.int16}
+    found, expected = full_state(model), reference.state_dict()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        if not value.is_floating_point():
+            assert torch.equal(found[name], value), name
+
+
+# ----------------------------------------------------------------- traffic and memory
+
+
+@both_views
+@on_ranks(2)
+def test_frozen_parameters_cost_no_gradient(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrapped("lora", use_orig_params)
+    optimizer = train(model, rank, steps=1)
+    with collectives() as sent:
+        train(model, rank, steps=1, optimizer=optimizer)
+    trainable = sum(param.numel() for param in plain("lora").parameters() if param.requires_grad)
+    every = sum(param.numel() for param in plain("lora").parameters())
+    assert sum(sent["reduce"]) <= 1.05 * 4 * trainable + 3 * 64
+    assert len(sent["reduce"]) == 4
+    assert 8 * every <= sum(sent["gather"]) + 4 * 2 * (WIDTH * WIDTH + WIDTH) <= 1.05 * 8 * every + 4096
+
+
+# ----------------------------------------------------------------- in a step
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_checkpointed_blocks_train_alike(
+    rank: int, world_size: int, kind: str, use_orig_params: bool, reentrant: bool
+) -> None:
+    models = [wrapped(kind, use_orig_params), wrapped(kind, use_orig_params)]
+    for block in models[0].blocks:
+        block.module.checkpoints = reentrant
+    for model in models:
+        train(model, rank)
+    assert_same(full_state(models[0]), full_state(models[1]))
+
+
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_gradients_accumulate(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+    grads = []
+    for skips in (True, False):
+        model = wrapped(kind, use_orig_params)
+        with model.no_sync() if skips else nullcontext():
+            model(batch(rank, 0)).square().mean().backward()
+        model(batch(rank, 1)).square().mean().backward()
+        norm = model.clip_grad_norm_(0.01)
+        grads.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+        assert norm > 0.01
+    for first, second in zip(*grads, strict=True):
+        torch.testing.assert_close(first, second)
+
+
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_everything_sharded(
+    rank: int, world_size: int, kind: str, use_orig_params: bool
+) -> None:
+    model, reference = wrapped(kind, use_orig_params), plain(kind)
+
+    def refuse(*_: object) -> None:
+        raise ValueError("not now")
+
+    for hook in (model.blocks[1].module.norm.register_forward_hook(refuse),):
+        with pytest.raises(ValueError, match="not now"):
+            model(batch(rank, 0))
+        hook.remove()
+    assert all(handle.param_state == 0 for handle in model._all_handles)
+    train(model, rank)
+    train_plain(reference, world_size)
+    assert_same(full_state(model), dict(reference.state_dict()))
+
+
+@both_views
+@on_ranks(2)
+def test_what_is_frozen_may_train_later(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = wrapped("lora", use_orig_params), plain("lora")
+    train(model, rank)
+    train_plain(reference, world_size)
+    model.requires_grad_(True)
+    reference.requires_grad_(True)
+    train(model, rank, start=3)
+    train_plain(reference, world_size, start=3)
+    assert_same(full_state(model), dict(reference.state_dict()))
+
+
+@both_views
+@on_ranks(2)
+def test_what_trains_may_be_frozen_later(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = wrapped("two dtypes", use_orig_params), plain("two dtypes")
+    train(model, rank)
+    train_plain(reference, world_size)
+    for one in (model, reference):
+        for param in one.parameters():
+            param.requires_grad_(param.dtype == torch.float32)
+    train(model, rank, start=3)
+    train_plain(reference, world_size, start=3)
+    assert_same(full_state(model), dict(reference.state_dict()))
+    assert all(handle.param_state == 0 for handle in model._all_handles)
+
+
+@both_views
+@on_ranks(2)
+def test_evaluation_and_gathering_ahead(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = wrapped("quantised", use_orig_params), plain("quantised")
+    with torch.no_grad():
+        for _ in range(2):
+            model.blocks[1]._unshard(async_op=True)
+            assert torch.equal(model(batch(rank, 0)), reference(batch(rank, 0)))
+    assert all(handle.param_state == 0 for handle in model.blocks[1]._all_handles)
+
+
+# ----------------------------------------------------------------- what users see
+
+
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_whole_parameters_are_shown(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+    model, reference = wrapped(kind, use_orig_params), plain(kind)
+    expected = dict(reference.named_parameters())
+    for whole, recurse in ((model, True), (model.blocks[0], False)):
+        prefix = "" if recurse else "blocks.0."
+        with FSDP.summon_full_params(whole, recurse=recurse):
+            found = dict(whole.named_parameters())
+            assert {prefix + name for name in found} == {name for name in expected if name.startswith(prefix)}
+            for name, param in found.items():
+                assert type(param) is type(expected[prefix + name]) and torch.equal(param, expected[prefix + name])
+            with torch.no_grad():
+                whole.get_parameter("down.weight" if not recurse else "blocks.0.module.down.weight").add_(1)
+                expected["blocks.0.down.weight"].add_(1)
+    assert_same(full_state(model), dict(reference.state_dict()))
+    assert torch.equal(model(batch(rank, 0)), reference(batch(rank, 0)))
+
+
+@all_kinds
+@both_views
+@pytest.mark.parametrize("state_type", list(StateDictType), ids=lambda one: one.name)
+@on_ranks(2)
+def test_state_dicts_go_everywhere(
+    rank: int, world_size: int, kind: str, use_orig_params: bool, state_type: StateDictType
+) -> None:
+    model = wrapped(kind, use_orig_params)
+    train(model, rank)
+    local = state_type == StateDictType.LOCAL_STATE_DICT
+    others = [wrapped(kind, use_orig_params)]
+    if not local:
+        others += [wrapped(kind, not use_orig_params, auto_wrap_policy=None)]
+    for other in others:
+        with FSDP.state_dict_type(model, state_type), FSDP.state_dict_type(other, state_type):
+            state = model.state_dict()
+            keys = other.load_state_dict(state)
+        assert not keys.missing_keys and not keys.unexpected_keys
+        assert_same(full_state(other), full_state(model))
+    if state_type == StateDictType.FULL_STATE_DICT:
+        reference = plain(kind)
+        reference.load_state_dict(full_state(model))
+        whole = wrapped(kind, use_orig_params)
+        with FSDP.state_dict_type(whole, state_type):
+            whole.load_state_dict(reference.state_dict())
+        assert_same(full_state(whole), full_state(model))
+
+
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_the_optimizers_state_goes_everywhere(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+    model, reference = wrapped(kind, use_orig_params), plain(kind)
+    optimizer = train(model, rank)
+    train_plain(reference, world_size)
+    names = {name for name, param in reference.named_parameters() if param.requires_grad}
+    state = FSDP.optim_state_dict(model, optimizer)
+    assert set(state["state"]) == names
+    other = wrapped(kind, not use_orig_params)
+    with FSDP.state_dict_type(other, StateDictType.FULL_STATE_DICT):
+        other.load_state_dict(full_state(model))
+    resumed = optimizer_of(other)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(other, resumed, copy.deepcopy(state)))
+    train(model, rank, optimizer=optimizer, start=3)
+    train(other, rank, optimizer=resumed, start=3)
+    assert_same(full_state(other), full_state(model))
+
+
+@all_kinds
+@both_views
+@on_ranks(2)
+def test_checkpoints_go_everywhere(rank: int, world_size: int, kind: str, use_orig_params: bool) -> None:
+    folder: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    path = Path(folder[0]) / "saved"
+    model = wrapped(kind, use_orig_params)
+    optimizer = train(model, rank)
+    checkpoint.save(model, optimizer, path)
+    other = wrapped(kind, not use_orig_params, auto_wrap_policy=None)
+    resumed = optimizer_of(other)
+    checkpoint.load(other, resumed, path)
+    assert_same(full_state(other), full_state(model))
+    train(model, rank, optimizer=optimizer, start=3)
+    train(other, rank, optimizer=resumed, start=3)
+    assert_same(full_state(other), full_state(model))
+
+
+@both_views
+@on_ranks(2)
+def test_a_frozen_model_is_only_shown(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrapped("quantised", use_orig_params)
+    names = [name for name, _ in model.named_parameters()]
+    assert len(names) == len(set(names))
+    flat = {id(handle.flat_param) for handle in model._all_handles}
+    assert len(flat) == 1 + 3 * NUM_FLAT["quantised"]
+    assert model.blocks[0]._flat_param is model.blocks[0].params[0]
+    assert model.blocks[0]._flat_param.requires_grad
+    assert len(FSDP.fsdp_modules(model)) == 4
+    if not use_orig_params:
+        assert {id(param) for param in model.parameters()} == flat
+
+
+@both_views
+@on_ranks(2)
+def test_it_moves_and_is_cast(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model, reference = wrapped("quantised", use_orig_params), plain("quantised")
+    train(model, rank)
+    train_plain(reference, world_size)
+    model.half()
+    model.float()
+    reference.half()
+    reference.float()
+    train(model, rank, start=3)
+    train_plain(reference, world_size, start=3)
+    assert_same(full_state(model), dict(reference.state_dict()))
+
+
+@both_views
+@on_ranks(2)
+def test_a_layer_called_past_its_unit_is_named(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrapped("lora", use_orig_params)
+    for layer in (model.blocks[0].module.base, model.blocks[0].module.down):
+        with pytest.raises(RuntimeError, match="unit Block.*are sharded now"):
+            layer(batch(rank, 0))
+
+
+@on_ranks(2)
+def test_the_warning_of_frozen_parameters_names_the_remedy(rank: int, world_size: int) -> None:
+    with pytest.warns(UserWarning, match=r"wrap under fsdp_c\.wrap\.split_frozen"):
+        wrapped("lora", True, split=False)
+
+
+@on_ranks(2)
+def test_complex_parameters_are_refused(rank: int, world_size: int) -> None:
+    model = nn.ParameterDict({"one": nn.Parameter(torch.ones(3)), "two": nn.Parameter(torch.ones(3).to(torch.cfloat))})
+    with pytest.raises(ValueError, match="Cannot flatten complex dtype tensors: two"):
+        FSDP(model, device_id=device())
