@@ -7,12 +7,12 @@
 /* 0, or -1 with an exception. */
 static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
     long long parent, nbytes;
-    int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable;
+    int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable, is_segment = 0;
     if (!PyArg_ParseTuple(item,
-                          "LLiippp;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
-                          "has_params, is_trainable)",
+                          "LLiippp|p;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
+                          "has_params, is_trainable[, is_segment])",
                           &parent, &nbytes, &strategy, &backward_prefetch, &forward_prefetch, &has_params,
-                          &is_trainable))
+                          &is_trainable, &is_segment))
         return -1;
     if (index ? parent < 0 || parent >= index : parent != -1) {
         PyErr_Format(PyExc_ValueError, "unit %lld is inside unit %lld: outer units come first, and the root is one",
@@ -25,7 +25,8 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
                               (enum backward_prefetch)backward_prefetch,
                               forward_prefetch,
                               has_params,
-                              is_trainable};
+                              is_trainable,
+                              is_segment};
     return 0;
 }
 

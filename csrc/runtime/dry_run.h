@@ -14,11 +14,12 @@
 #include "runtime/runtime.h"
 
 struct dry_unit {
-    int64_t parent; /* index of the unit around it, which is less than its own; -1 for the root, the first */
+    int64_t
+        parent; /* index of the unit around it, or whose segment it is; less than its own; -1 for the root, the first */
     int64_t nbytes; /* of its unsharded parameters; 0 where the shard is the whole already */
     enum sharding_strategy strategy;
     enum backward_prefetch backward_prefetch;
-    bool forward_prefetch, has_params, is_trainable;
+    bool forward_prefetch, has_params, is_trainable, is_segment;
 };
 
 struct dry_tree {

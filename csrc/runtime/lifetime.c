@@ -84,8 +84,8 @@ static bool is_last_part(const struct unit *part, struct unit *unit) {
 static int reshard_frozen_parts(struct unit *unit) {
     FOR_PARTS(part, unit) {
         bool waits = !part->views_attached && part->handle->training_state == USE_BACKWARD_PRE;
-        if (waits && (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 ||
-                      unit_reshard_in_backward(part) < 0))
+        if (waits &&
+            (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 || unit_reshard_in_backward(part) < 0))
             return -1;
     }
     return 0;

@@ -29,11 +29,11 @@ struct runtime;
 
 /* One FullyShardedDataParallel instance. */
 struct unit {
-    PyObject *object;         /* borrowed; the Python object that this struct lives in */
-    PyObject *module_ref;     /* owned; weak reference to the instance, which owns the unit; its _lazy_init
+    PyObject *object;        /* borrowed; the Python object that this struct lives in */
+    PyObject *module_ref;    /* owned; weak reference to the instance, which owns the unit; its _lazy_init
                              * builds the runtime, its end detaches the views */
-    PyObject *handle_object;  /* owned; or NULL when the instance manages no parameters */
-    struct handle *handle;    /* borrowed from handle_object */
+    PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
+    struct handle *handle;   /* borrowed from handle_object */
     /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter. Then a unit has
      * several: its own, and one for each of its segments. A segment is a struct unit too, with a handle, an anchor and a place among the
      * runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and frees it. The unit's own parameters are
@@ -42,8 +42,8 @@ struct unit {
     struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
     PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
     PyObject *runtime_object;  /* owned; NULL before lazy init */
-    struct runtime *runtime;  /* borrowed from runtime_object */
-    PyObject *name;           /* owned; str */
+    struct runtime *runtime;   /* borrowed from runtime_object */
+    PyObject *name;            /* owned; str */
 
     PyObject *param_dtype; /* owned; inputs are cast to it, or NULL */
     bool cast_forward_inputs, cast_root_forward_inputs;
@@ -151,7 +151,7 @@ bool unit_ends_with_backward(const struct unit *unit);
 /* ahead.c. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
-void unit_set_prefetched(struct unit *unit, bool prefetched); /* it was gathered ahead of its turn */
+void unit_set_prefetched(struct unit *unit, bool prefetched);             /* it was gathered ahead of its turn */
 int unit_gather_ahead(struct unit *candidate, enum training_state state); /* unless it is gathered already */
 int unit_prefetch(struct unit *unit, enum training_state state);          /* what is to be gathered ahead now */
 int unit_prefetch_in_order(struct unit *unit,
@@ -163,8 +163,8 @@ int unit_begin_step_alone(
 
 /* precision.c: in which precision the unit is gathered next. 0 or -1. */
 int unit_precision_for_forward(
-    struct unit *unit); /* follows the mode of the wrapped module, where that was asked for */
-void unit_note_precision(struct unit *unit);        /* of a forward that a backward can follow */
+    struct unit *unit);                      /* follows the mode of the wrapped module, where that was asked for */
+void unit_note_precision(struct unit *unit); /* of a forward that a backward can follow */
 int unit_precision_for_backward(struct unit *unit); /* that of its forward */
 int unit_is_training(const struct unit *unit);      /* is the wrapped module in training mode? 1, 0 or -1 */
 

@@ -36,7 +36,7 @@ def splits_frozen() -> bool:
 
 
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
-    """``params`` as they share flat parameters: by dtype and ``requires_grad``, trainable ones first.
+    """``params`` as they share flat parameters: by dtype and ``requires_grad``, trainable ones first, integers last.
 
     One group where one flat parameter can hold them all: where their dtypes agree, and they are trainable alike, or
     are shown as the original parameters without ``split_frozen``.
@@ -46,7 +46,7 @@ def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[lis
         groups.setdefault((param.requires_grad, param.dtype), []).append(param)
     if use_orig_params and not splits_frozen() and len({dtype for _, dtype in groups}) == 1:
         return [list(params)]
-    return [groups[key] for key in sorted(groups, key=lambda key: not key[0])]
+    return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], not key[1].is_floating_point))]
 
 
 def precision_for(dtype: torch.dtype, mixed_precision: MixedPrecision) -> tuple[torch.dtype | None, torch.dtype | None]:

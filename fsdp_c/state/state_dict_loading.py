@@ -62,7 +62,9 @@ def is_full(module: ShardedModule) -> bool:
 def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
     """Check and load what can be before the modules do, for this unit and those inside it. Collective.
 
-    Returns a mark for each part of this unit. Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is written then.
+    Returns a mark for each part of this unit.
+
+    Raises RuntimeError for tensors of wrong shapes, AssertionError for values of another kind; nothing is written then.
     """
     parts = parts_of(fsdp_module)
     marks = [state_dict.pop(prefix + part._flat_param_name, None) for part in parts]

@@ -27,6 +27,7 @@ class StepUnit(NamedTuple):
     has_params: bool
     is_trainable: bool
     has_streams: bool
+    is_segment: bool = False  # of the unit at ``parent``
 
 
 class StepMemory(NamedTuple):
@@ -90,7 +91,7 @@ def _dry_run(units: Sequence[StepUnit], tree: list[int], inputs_require_grad: bo
     return [[(kind, tree[place]) for kind, place in events] for events in lists]
 
 
-def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool]:
+def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool]:
     return (
         -1 if unit.parent is None else places[unit.parent],
         unit.nbytes,
@@ -99,4 +100,5 @@ def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, in
         unit.forward_prefetch,
         unit.has_params,
         unit.is_trainable,
+        unit.is_segment,
     )

@@ -7,7 +7,7 @@ import logging
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,7 +23,8 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
-from fsdp_c.sharding.sharded_module import ShardedModule, units_with_paths
+from fsdp_c.sharding.grouping import groups_of, precision_for
+from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import Homes, Subtree, check_module, clean_name, clean_path, joined
 from fsdp_c.sharding.wrap import Policy, chosen_modules, homes_of_shared_params
 from fsdp_c.tools import step_memory
@@ -60,6 +61,7 @@ class UnitSummary:
     device_type: str  # of the device that computes
     parent: int | None  # which unit is around it, by its place in Summary.units
     tied: tuple[tuple[str, str], ...] = ()  # further names of its parameters, also in inner units: (further, name)
+    is_segment: bool = False  # one more flat parameter of the unit at ``parent``, of another dtype or frozen
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -163,13 +165,19 @@ class Summary:
         )
 
     def _hint_of_small_units(self) -> str | None:
-        small = [unit for unit in self.units if unit.is_sharded and 0 < unit.numel < SMALL_NUMEL]
+        numels: dict[int, int] = {}  # by unit, with its segments: they are gathered together
+        for index, unit in enumerate(self.units):
+            if unit.is_sharded:
+                whole = unit.parent if unit.is_segment and unit.parent is not None else index
+                numels[whole] = numels.get(whole, 0) + unit.padded_numel
+        small = [numel for numel in numels.values() if 0 < numel < SMALL_NUMEL]
         if len(small) < 2:
             return None
-        usual = sorted(unit.padded_numel for unit in small)[len(small) // 2]
+        usual = sorted(small)[len(small) // 2]
         together = min(len(small), math.ceil(SMALL_NUMEL / usual))
         return (
-            f"{len(small)} of {len(self.units)} units have fewer than {SMALL_NUMEL:,} elements, below which an "
+            f"{len(small)} of {len(self.units) - _segments(self.units)} units have fewer than {SMALL_NUMEL:,} elements, "
+            "below which an "
             f"all-gather loses bandwidth: on a network, wrap about {together} of them as one unit where memory allows"
         )
 
@@ -185,6 +193,10 @@ def _nbytes(numel: int, dtype: torch.dtype | None) -> int:
     return 0 if dtype is None else numel * dtype.itemsize
 
 
+def _segments(units: Sequence[UnitSummary]) -> int:
+    return sum(unit.is_segment for unit in units)
+
+
 def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
     return step_memory.StepUnit(
         unit.parent,
@@ -195,6 +207,7 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
         unit.dtype is not None,
         unit.is_trainable,
         unit.device_type == "cuda",
+        unit.is_segment,
     )
 
 
@@ -246,6 +259,7 @@ def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None) -> UnitS
         device_type=fsdp_module.compute_device.type,
         parent=parent,
         tied=() if handle is None else _tied(handle.flat_param._shared_param_infos),
+        is_segment=fsdp_module._whole is not fsdp_module,
     )
 
 
@@ -358,16 +372,22 @@ class _Planner:
         self._added.add(module)
         tree = Subtree(module, inner=self._chosen, homes=self._homes)
         index = len(self.units)
-        self.units.append(self._unit(tree, path, parent))
+        self.units += self._parts(tree, path, parent, index)
         for inner, inner_path in tree.units.items():
             if inner not in self._added:
                 self.add(inner, joined(path, inner_path), index)
 
-    def _unit(self, tree: Subtree, path: str, parent: int | None) -> UnitSummary:
-        kwargs = self._chosen[tree.root]
+    def _parts(self, tree: Subtree, path: str, parent: int | None, index: int) -> list[UnitSummary]:
+        """The unit around the tree's root, which is to be at ``index`` of all, and its segments."""
         name = f"{type(tree.root).__name__} at {clean_path(path)!r}" if path else type(tree.root).__name__
         params = construction.own_params(tree, self._ignored)
         construction.check_params(tree, params, name)
+        own, *further = groups_of(params, self._chosen[tree.root]["use_orig_params"]) or [[]]
+        unit = self._part(tree, own, path, parent)
+        return [unit, *(replace(self._part(tree, group, path, index), is_segment=True) for group in further)]
+
+    def _part(self, tree: Subtree, params: list[nn.Parameter], path: str, parent: int | None) -> UnitSummary:
+        kwargs = self._chosen[tree.root]
         found = Occurrences(tree, params) if params else None
         strategy = construction.effective_strategy(kwargs["sharding_strategy"], self._shards)
         return UnitSummary(
@@ -389,10 +409,10 @@ class _Planner:
         if found is None:
             nothing = dict.fromkeys(("numel", "padded_numel", "shard_numel"), 0)
             return {"names": (), **nothing, **dict.fromkeys(("dtype", "param_dtype", "reduce_dtype"))}
-        check_uniform(found.params, found.fqns, kwargs["use_orig_params"])
-        precision = kwargs["mixed_precision"] or MixedPrecision()
+        check_uniform(found.params, found.fqns, kwargs["use_orig_params"], floating=False)
         dtype = found.params[0].dtype
-        param_dtype = precision.param_dtype or dtype
+        computed, reduced = precision_for(dtype, kwargs["mixed_precision"] or MixedPrecision())
+        param_dtype = computed or dtype
         numels = [_local(param).numel() for param in found.params]
         alignment = aligned_numel(param_dtype, kwargs["use_orig_params"])
         layout = _C.FlatLayout(numels, alignment, self._shards, 0, is_sharded)
@@ -403,7 +423,7 @@ class _Planner:
             "shard_numel": layout.shard_numel,
             "dtype": dtype,
             "param_dtype": param_dtype,
-            "reduce_dtype": precision.reduce_dtype or param_dtype,
+            "reduce_dtype": reduced or param_dtype,
         }
 
 
@@ -417,9 +437,8 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
     """The lines that ``print(model)`` has for a unit, after what torch prints."""
-    own = _of_unit(fsdp_module, "", None)
     lines = []
-    if own.dtype is not None:
+    for own in (_of_unit(part, "", None) for part in parts_of(fsdp_module) if part._handle is not None):
         names = own.names if len(own.names) <= MAX_NAMES else (*own.names[: MAX_NAMES - 1], "...", own.names[-1])
         lines.append(
             f"{_ranks(own)}: {own.numel:,} elements and {own.padding:,} of padding in {_dtypes(own)}; "
@@ -442,9 +461,12 @@ def log_units(root: ShardedModule) -> None:
 
 def _text(whole: Summary) -> Iterator[str]:
     groups = _alike(whole.units)
+    segments = _segments(whole.units)
+    with_segments = f" and {_count(segments, 'segment')}" if segments else ""
     ranks = {_ranks(unit) for unit in whole.units}
     everywhere = f", {ranks.pop()}" if len(ranks) == 1 else ""
-    yield f"{_count(len(whole.units), 'unit')}, {whole.numel:,} parameters{everywhere}"
+    units = _count(len(whole.units) - segments, "unit")
+    yield f"{units}{with_segments}, {whole.numel:,} parameters{everywhere}"
     yield ""
     yield from _table([(label, _cells(unit, with_ranks=not everywhere)) for label, unit in groups])
     yield ""
@@ -470,9 +492,20 @@ def _alike(units: Sequence[UnitSummary]) -> list[tuple[str, UnitSummary]]:
     """One label and one unit for those that are alike but for numbers in their paths."""
     found: dict[tuple[object, ...], list[UnitSummary]] = {}
     for unit in units:
-        key = (_without_numbers(unit.path), unit.names, unit.tied, tuple(_cells(unit, with_ranks=True).values()))
+        key = (
+            _without_numbers(unit.path),
+            unit.is_segment,
+            unit.names,
+            unit.tied,
+            tuple(_cells(unit, with_ranks=True).values()),
+        )
         found.setdefault(key, []).append(unit)
-    return [(_joint_name([unit.path for unit in group]) or "(root)", group[0]) for group in found.values()]
+    return [(_label(group), group[0]) for group in found.values()]
+
+
+def _label(alike: Sequence[UnitSummary]) -> str:
+    name = _joint_name([unit.path for unit in alike]) or "(root)"
+    return f"{name}, {'trained' if alike[0].is_trainable else 'frozen'} segment" if alike[0].is_segment else name
 
 
 def _without_numbers(name: str) -> str:

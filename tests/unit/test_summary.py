@@ -90,6 +90,29 @@ def test_hybrid_plan_equals_the_summary_of_what_is_wrapped() -> None:
     assert unit.all_reduce_nbytes == unit.sharded_nbytes == unit.all_gather_nbytes / 2 > 0
 
 
+def net_of_segments(frozen_in_front: bool) -> nn.Module:
+    net = Net()
+    net.blocks[1][0].requires_grad_(False)
+    net.blocks[2].double()
+    net.first.requires_grad_(not frozen_in_front)
+    net.order = nn.Parameter(torch.arange(9), requires_grad=False)
+    return net
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("frozen_in_front", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_plan_knows_segments(name: str, frozen_in_front: bool) -> None:
+    planned = fsdp_c.plan(net_of_segments(frozen_in_front), world_size=WORLD_SIZE, **SETTINGS[name])
+    assert fsdp_c.summary(FSDP(net_of_segments(frozen_in_front), **SETTINGS[name])) == planned
+    segments = [unit for unit in planned.units if unit.is_segment]
+    assert segments and all(planned.units[unit.parent].path == unit.path for unit in segments)
+    assert "segment" in str(planned)
+    for unit, count in zip(planned.units, planned.all_gathers, strict=True):
+        assert count == (planned.all_gathers[unit.parent] if unit.is_segment else count)
+    assert planned.units[0].dtype == torch.float32 and all(not unit.is_trainable or unit.dtype for unit in segments)
+
+
 def test_ignored_states_are_left_out() -> None:
     net = Net()
     planned = fsdp_c.plan(net, world_size=4, ignored_states=[net.norm, net.last])
@@ -262,22 +285,9 @@ def test_nothing_is_made_to_be_logged_without_a_listener(caplog: pytest.LogCaptu
 # ----------------------------------------------------------------- what is refused
 
 
-def mixed_dtypes() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).double())
-
-
-def frozen_partly() -> nn.Module:
-    net = nn.Sequential(nn.Linear(3, 3))
-    net[0].bias.requires_grad_(False)
-    return net
-
-
 AS_WRAPPING = {
-    "mixed dtypes": (mixed_dtypes, {}),
-    "frozen partly": (frozen_partly, {}),
-    "frozen partly by policy": (frozen_partly, {"auto_wrap_policy": LINEARS}),
     "scalar": (lambda: nn.ParameterList([nn.Parameter(torch.tensor(1.0))]), {}),
-    "integers": (lambda: nn.ParameterList([nn.Parameter(torch.ones(3).long(), requires_grad=False)]), {}),
+    "complex": (lambda: nn.ParameterList([nn.Parameter(torch.ones(3).to(torch.cfloat))]), {}),
     "both ignored": (lambda: nn.Linear(3, 3), {"ignored_modules": [], "ignored_states": []}),
     "policy": (lambda: nn.Linear(3, 3), {"auto_wrap_policy": {nn.Linear}}),
     "a class as policy": (lambda: nn.Linear(3, 3), {"auto_wrap_policy": nn.Linear}),
