@@ -305,8 +305,8 @@ DRY_RUN_TAKE: int
 DRY_RUN_GIVE_BACK: int
 
 # (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 where the
-# shard is the whole already; strategy; backward_prefetch; forward_prefetch; whether it has parameters, any of them is trained, and, where
-# it is given, it is a segment)
+# shard is the whole already; strategy; backward_prefetch; forward_prefetch; whether it has parameters, any of them is
+# trained, and, where it is given, it is a segment)
 _DryRunUnit: TypeAlias = tuple[int, int, int, int, bool, bool, bool] | tuple[int, int, int, int, bool, bool, bool, bool]
 
 def dry_run(

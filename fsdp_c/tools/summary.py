@@ -176,9 +176,9 @@ class Summary:
         usual = sorted(small)[len(small) // 2]
         together = min(len(small), math.ceil(SMALL_NUMEL / usual))
         return (
-            f"{len(small)} of {len(self.units) - _segments(self.units)} units have fewer than {SMALL_NUMEL:,} elements, "
-            "below which an "
-            f"all-gather loses bandwidth: on a network, wrap about {together} of them as one unit where memory allows"
+            f"{len(small)} of {len(self.units) - _segments(self.units)} units have fewer than {SMALL_NUMEL:,} "
+            "elements, below which an all-gather loses bandwidth: "
+            f"on a network, wrap about {together} of them as one unit where memory allows"
         )
 
     @functools.cached_property
