@@ -45,10 +45,15 @@ class Block(nn.Module):
         projected = (layer(normed) for layer in (self.query, self.key, self.value))
         query, key, value = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in projected)
         query, key = (rotated(each, cosine, sine) for each in (query, key))
-        mixed = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]
+        mixed = attention(query, key, value)
         x = x + self.output(mixed.transpose(1, 2).flatten(-2))
         normed = self.feed_forward_norm(x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal, by the kernel that a GPU has for it."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True)[0]  # type: ignore[no-any-return]
 
 
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -83,7 +88,12 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     if row.implementation == "alone":
         return model.to(torch.bfloat16), parameters
     mesh = mesh_of(row.strategy, machine)
-    return (fsdp2 if row.implementation == "torch.fsdp2" else fsdp1)(row, model, mesh), parameters
+    if row.implementation == "torch.fsdp2":
+        return fsdp2(row, model, mesh), parameters
+    if row.implementation == "fsdp_c":
+        # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
+        torch.autograd.profiler._is_profiler_enabled = True
+    return fsdp1(row, model, device_mesh=mesh), parameters
 
 
 def mesh_of(strategy: str, machine: dict[str, Any]) -> DeviceMesh | None:
@@ -95,24 +105,21 @@ def mesh_of(strategy: str, machine: dict[str, Any]) -> DeviceMesh | None:
     return init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
 
 
-def fsdp1(row: Row, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
-    """torch's FSDP1, or fsdp_c."""
-    if row.implementation == "fsdp_c":
-        # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
-        torch.autograd.profiler._is_profiler_enabled = True
+def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
+    """torch's FSDP1, or fsdp_c, over a ``device_mesh`` or ``process_group``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fsdp_class(row.implementation)(
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             sharding_strategy=ShardingStrategy[row.strategy],
-            device_mesh=mesh,
             device_id=torch.device("cuda", 0),
             use_orig_params=True,
             mixed_precision=MixedPrecision(torch.bfloat16, torch.float32),
             backward_prefetch=BackwardPrefetch[row.backward_prefetch],
             forward_prefetch=row.forward_prefetch,
             cpu_offload=CPUOffload(row.offload),
+            **ranks,
         )
 
 
