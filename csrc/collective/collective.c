@@ -1,6 +1,5 @@
 #include "collective/collective.h"
 
-#include <stdbool.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -224,6 +223,17 @@ PyObject *collective_all_gather(const struct collective_group *group, PyObject *
     if (function)
         return enqueued(call_replacement(function, group->gather_group, output, input));
     return enqueued(PyObject_CallFunctionObjArgs(group->all_gather, output, input, gather_options, NULL));
+}
+
+/* Nobody who has replaced an all-gather would see it. */
+bool collective_gathers_together(const struct collective_group *group) {
+    return group->all_gather && !replacement(gather_names, 2) &&
+           PyObject_HasAttrString(group->gather_group, "allgather_into_tensor_coalesced");
+}
+
+PyObject *collective_all_gather_together(const struct collective_group *group, PyObject *outputs, PyObject *inputs) {
+    return enqueued(PyObject_CallMethod(group->gather_group, "allgather_into_tensor_coalesced", "OOO", outputs, inputs,
+                                        gather_options));
 }
 
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input) {

@@ -7,6 +7,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <sys/types.h>
 
@@ -41,6 +42,9 @@ int collective_let_go(void);
 /* Each enqueues and returns what must be waited for (a Work object, or Py_None), NULL with an exception on failure.
  * The tensors must stay alive and untouched until collective_wait. Collective over the group. */
 PyObject *collective_all_gather(const struct collective_group *group, PyObject *output, PyObject *input);
+/* Of tensors in two lists, in one launch where the group can, which is asked first. */
+bool collective_gathers_together(const struct collective_group *group);
+PyObject *collective_all_gather_together(const struct collective_group *group, PyObject *outputs, PyObject *inputs);
 PyObject *collective_reduce_scatter(const struct collective_group *group, PyObject *output, PyObject *input);
 PyObject *collective_all_reduce(const struct collective_group *group, PyObject *tensor);
 

@@ -45,6 +45,13 @@ int handle_unshard_enqueue(struct handle *handle) {
     return storage_unshard_enqueue(&handle->storage);
 }
 
+int handle_unshard_add(struct handle *handle, struct gather_batch *batch) {
+    if (handle_pre_unshard(handle) < 0)
+        return -1;
+    edits_set_taken(&handle->edits, false);
+    return storage_unshard_add(&handle->storage, batch);
+}
+
 void handle_free_unshard(struct handle *handle) {
     edits_set_taken(&handle->edits, false);
     storage_free_unshard(&handle->storage);

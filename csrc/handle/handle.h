@@ -71,6 +71,7 @@ int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs
 int handle_take_changes(struct handle *handle,
                         bool *copied); /* anew; *copied: some were, on the stream that is current */
 int handle_pre_unshard(struct handle *handle);
+int handle_unshard_add(struct handle *handle, struct gather_batch *batch); /* or add it to one of several */
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 void handle_free_unshard(struct handle *handle);   /* what a gather that failed has left; an exception stays set */
 int handle_alloc_unsharded(

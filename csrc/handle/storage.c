@@ -34,9 +34,10 @@ int storage_visit(const struct storage *storage, visitproc visit, void *arg) {
     return 0;
 }
 
-void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool) {
+void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further) {
     storage->full_free = full;
     storage->pool = pool;
+    storage->is_further = is_further;
 }
 
 /* ---- the shard ---- */

@@ -75,6 +75,12 @@ struct storage {
 
     struct deferred_free *full_free; /* borrowed from the root; NULL without streams: memory is freed at once */
     struct pool *pool;               /* borrowed from the root; where storage is taken from, or NULL */
+    bool is_further; /* beside that of another flat parameter of the unit: their memory is given back together */
+};
+
+/* Of several storages, one all-gather. */
+struct gather_batch {
+    PyObject *outputs, *inputs; /* owned; lists of tensors */
 };
 
 void storage_bind(struct storage *storage, const struct flat_param *param); /* of zeros; init follows */
@@ -98,7 +104,7 @@ int storage_leave_device(
     struct storage *storage); /* the user has: nothing is kept for it on the one it has left. 0 or -1 */
 
 /* Streams and memory of a root, or NULL for none: memory is then freed at once. */
-void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool);
+void storage_share(struct storage *storage, struct deferred_free *full, struct pool *pool, bool is_further);
 
 const struct kernel_stream *storage_stream(const struct storage *storage); /* where its kernels run now */
 /* With streams: what was enqueued on the current one comes after `*work` at once, so that an event recorded there covers a
@@ -129,7 +135,10 @@ static inline enum precision storage_precision(const struct storage *storage) {
 int storage_make_input(
     struct storage *storage); /* take the memory, and bring the shard to its place there. 0, or -1 and all is freed */
 int storage_unshard_enqueue(
-    struct storage *storage);                      /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
+    struct storage *storage); /* while SHARDED: start the all-gather. 0, or -1 and all is freed */
+/* The same for several storages: each is added to a batch, then all learn what was enqueued for it. 0, or -1 and all is freed */
+int storage_unshard_add(struct storage *storage, struct gather_batch *batch);
+int storage_unshard_enqueued(struct storage *storage, PyObject *work);
 int storage_unshard_wait(struct storage *storage); /* the unsharded parameter is there; a no-op unless UNSHARDING */
 int storage_reshard(struct storage *storage, bool free_storage);
 void storage_free_unshard(struct storage *storage); /* what a gather that failed has left; an exception stays set */

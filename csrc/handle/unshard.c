@@ -36,7 +36,7 @@ int storage_release_reserved(struct storage *storage) {
 /* Computation on it is enqueued, and with streams may not have run. */
 static int free_full(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
-    return storage->full_free ? deferred_free_add(storage->full_free, full) : buffer_free(full);
+    return storage->full_free ? deferred_free_add(storage->full_free, full, storage->is_further) : buffer_free(full);
 }
 
 int storage_alloc_unsharded(struct storage *storage) {
@@ -142,6 +142,31 @@ static int enqueue_unshard(struct storage *storage) {
 int storage_unshard_enqueue(struct storage *storage) {
     storage->input_ready = false;
     if (enqueue_unshard(storage) < 0)
+        return free_after_failure(storage);
+    return storage_set_state(storage, PARAM_UNSHARDING);
+}
+
+static int add_to(struct gather_batch *batch, PyObject *output, PyObject *input) {
+    int result = output && input ? PyList_Append(batch->outputs, output) : -1;
+    if (!result)
+        result = PyList_Append(batch->inputs, input);
+    Py_XDECREF(output);
+    Py_XDECREF(input);
+    return result;
+}
+
+int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
+    PyObject *input = storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
+    storage->input_ready = false;
+    if (alloc_full(storage) < 0 ||
+        add_to(batch, as_sent(storage, storage->copy->full.tensor), as_sent(storage, input)) < 0)
+        return free_after_failure(storage);
+    return 0;
+}
+
+int storage_unshard_enqueued(struct storage *storage, PyObject *work) {
+    ref_set(&storage->unshard_work, Py_NewRef(work));
+    if (storage_wait_in_stream(storage, &storage->unshard_work) < 0)
         return free_after_failure(storage);
     return storage_set_state(storage, PARAM_UNSHARDING);
 }

@@ -87,7 +87,8 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
     gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->published);
     edits_bind(&handle->edits, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
                &handle->training_state);
-    storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL);
+    storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL,
+                  actor->is->is_segment);
     PyObject *resize = hook_new(on_resize, actor, NULL);
     if (!resize)
         return -1;

@@ -78,6 +78,11 @@ static int begin_gather(struct unit *unit) {
     return schedule_begin_gather(schedule);
 }
 
+/* The event of a unit's last all-gather is that of all its parts. */
+static struct gather_mark *mark_of(struct unit *part) {
+    return part->leader ? &part->leader->gather : &part->gather;
+}
+
 static int gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
         return edits_check_views(&unit->handle->edits);
@@ -87,22 +92,82 @@ static int gather(struct unit *unit) {
         handle_free_unshard(unit->handle);
         return explain_gather(unit, false);
     }
-    if (schedule_end_gather(&unit->runtime->schedule, &unit->gather, unit->runtime->operations->gather(unit)) < 0)
+    if (schedule_end_gather(&unit->runtime->schedule, mark_of(unit), unit->runtime->operations->gather(unit)) < 0)
         return explain_gather(unit, false);
     return 0;
 }
 
+/* ---- of several parts ---- */
+
+/* On a GPU one launch sends them all; elsewhere nothing is won. Outside code that gathers does it part by part. */
+static bool goes_together(struct unit *unit) {
+    if (!unit->next_segment || !streams_are_real(&unit->runtime->schedule.streams) ||
+        unit->runtime->operations->gather != unit_enqueue_gather)
+        return false;
+    FOR_PARTS(part, unit)
+        if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
+            return false;
+    return collective_gathers_together(&unit->handle->param.shard_group);
+}
+
+static int add_parts(struct unit *unit, struct gather_batch *batch) {
+    FOR_PARTS(part, unit)
+        if (make_input(part) < 0 || handle_unshard_add(part->handle, batch) < 0)
+            return -1;
+    return 0;
+}
+
+static int enqueue_batch(struct unit *unit, struct gather_batch *batch) {
+    if (!batch->outputs || !batch->inputs || add_parts(unit, batch) < 0)
+        return -1;
+    PyObject *work = collective_all_gather_together(&unit->handle->param.shard_group, batch->outputs, batch->inputs);
+    int result = work ? storage_unshard_enqueued(&unit->handle->storage, work) : -1; /* what comes next is after that */
+    FOR_PARTS(part, unit->next_segment)
+        if (!result)
+            result = storage_unshard_enqueued(&part->handle->storage, Py_None);
+    Py_XDECREF(work);
+    return result;
+}
+
+static int enqueue_together(struct unit *unit) {
+    struct gather_batch batch = {.outputs = PyList_New(0), .inputs = PyList_New(0)};
+    int result = enqueue_batch(unit, &batch);
+    Py_XDECREF(batch.outputs);
+    Py_XDECREF(batch.inputs);
+    return result;
+}
+
+static int gather_together(struct unit *unit) {
+    struct schedule *schedule = &unit->runtime->schedule;
+    FOR_PARTS(part, unit->next_segment)
+        if (unit->runtime->operations->prepare_gather(part) < 0)
+            return -1;
+    int result = begin_gather(unit);
+    if (!result)
+        result = schedule_end_gather(schedule, &unit->gather, enqueue_together(unit));
+    if (!result)
+        return 0;
+    FOR_PARTS(part, unit)
+        if (part->handle->storage.param_state == PARAM_SHARDED)
+            handle_free_unshard(part->handle);
+    return explain_gather(unit, false);
+}
+
 int unit_gather(struct unit *unit) {
+    if (goes_together(unit))
+        return gather_together(unit);
     FOR_PARTS(part, unit)
         if (gather(part) < 0)
             return -1;
     return 0;
 }
 
+/* ---- what comes after it ---- */
+
 static int wait_gathered(struct unit *unit) {
     if (storage_unshard_wait(&unit->handle->storage) < 0)
         return explain_gather(unit, true);
-    return schedule_wait_gathered(&unit->runtime->schedule, &unit->gather);
+    return schedule_wait_gathered(&unit->runtime->schedule, mark_of(unit));
 }
 
 int unit_wait_gathered(struct unit *unit) {

@@ -6,12 +6,12 @@
 
 /* ---- life ---- */
 
-static void share(struct schedule *schedule, struct handle *handle) {
-    struct storage *storage = &handle->storage;
+static void share(struct schedule *schedule, const struct unit *unit) {
+    struct storage *storage = &unit->handle->storage;
     if (schedule)
-        storage_share(storage, &schedule->unsharded, &schedule->pool);
+        storage_share(storage, &schedule->unsharded, &schedule->pool, unit->leader);
     else
-        storage_share(storage, NULL, NULL);
+        storage_share(storage, NULL, NULL, unit->leader);
 }
 
 /* The streams are those of the device where the first unit with parameters computes. */
@@ -26,7 +26,7 @@ static int init_schedule(struct runtime *runtime) {
         return -1;
     for (int64_t i = first; i < runtime->num_units && streams_are_real(&schedule->streams); i++)
         if (runtime->units[i]->handle)
-            share(schedule, runtime->units[i]->handle);
+            share(schedule, runtime->units[i]);
     return 0;
 }
 
@@ -59,7 +59,7 @@ static void unbind_units(struct runtime *runtime) {
         struct unit *unit = runtime->units[i];
         schedule_forget(&runtime->schedule, &unit->gather);
         if (unit->handle)
-            share(NULL, unit->handle);
+            share(NULL, unit);
         unit_unbind(unit);
     }
     runtime->num_units = 0;

@@ -21,6 +21,7 @@ struct buffer {
     int64_t nbytes;
     bool allocated;
     bool counted;
+    struct buffer *next_held; /* borrowed; in the list of deferred_free.h */
 };
 
 /* Create the tensor with its storage allocated, so that views of it can be made; buffer_free follows. `counted` buffers

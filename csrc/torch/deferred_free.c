@@ -7,30 +7,61 @@ static int wait_for_last_use(struct deferred_free *deferred) {
     return stream_wait(deferred->streams, deferred->owner, deferred->last_use);
 }
 
-int deferred_free_settle(struct deferred_free *deferred) {
-    struct buffer *held = deferred->held;
-    if (!held)
-        return 0;
-    deferred->held = NULL;
-    return wait_for_last_use(deferred) < 0 ? -1 : buffer_free(held);
+/* The link that leads to `buffer`, or the last one. */
+static struct buffer **link_to(struct deferred_free *deferred, const struct buffer *buffer) {
+    struct buffer **link = &deferred->held;
+    while (*link && *link != buffer)
+        link = &(*link)->next_held;
+    return link;
 }
 
-int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer) {
+static struct buffer *take_out(struct buffer **link) {
+    struct buffer *buffer = *link;
+    *link = buffer->next_held;
+    buffer->next_held = NULL;
+    return buffer;
+}
+
+bool deferred_free_holds(const struct deferred_free *deferred, const struct buffer *buffer) {
+    const struct buffer *held = deferred ? deferred->held : NULL;
+    while (held && held != buffer)
+        held = held->next_held;
+    return held;
+}
+
+int deferred_free_settle(struct deferred_free *deferred) {
+    if (!deferred->held)
+        return 0;
+    bool waits = wait_for_last_use(deferred) == 0;
+    int result = waits ? 0 : -1;
+    while (deferred->held) {
+        struct buffer *buffer = take_out(&deferred->held);
+        if (waits && buffer_free(buffer) < 0)
+            result = -1;
+    }
+    return result;
+}
+
+int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool beside) {
     if (!buffer->allocated)
         return 0;
-    if (deferred->held != buffer && deferred_free_settle(deferred) < 0)
-        return -1;
-    deferred->held = buffer;
+    if (!deferred_free_holds(deferred, buffer)) {
+        if (!beside && deferred_free_settle(deferred) < 0)
+            return -1;
+        buffer->next_held = deferred->held;
+        deferred->held = buffer;
+    }
     return stream_record(deferred->streams, deferred->user, &deferred->last_use);
 }
 
-int deferred_free_take_back(struct deferred_free *deferred, const struct buffer *buffer) {
-    if (deferred->held != buffer)
+int deferred_free_take_back(struct deferred_free *deferred, struct buffer *buffer) {
+    struct buffer **link = link_to(deferred, buffer);
+    if (!*link)
         return 0;
-    deferred->held = NULL;
+    take_out(link);
     return wait_for_last_use(deferred);
 }
 
-int deferred_free_forget(struct deferred_free *deferred, const struct buffer *buffer) {
+int deferred_free_forget(struct deferred_free *deferred, struct buffer *buffer) {
     return deferred_free_holds(deferred, buffer) ? deferred_free_settle(deferred) : 0;
 }
