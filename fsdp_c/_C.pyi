@@ -304,9 +304,9 @@ DRY_RUN_GATHER: int
 DRY_RUN_TAKE: int
 DRY_RUN_GIVE_BACK: int
 
-# (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 where the
-# shard is the whole already; strategy; backward_prefetch; forward_prefetch; whether it has parameters, any of them is
-# trained, and, where it is given, it is a segment)
+# (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 under
+# NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it has parameters,
+# any of them is trained, and, where it is given, it is a segment)
 _DryRunUnit: TypeAlias = tuple[int, int, int, int, bool, bool, bool] | tuple[int, int, int, int, bool, bool, bool, bool]
 
 def dry_run(
@@ -320,9 +320,10 @@ def dry_run(
 ) -> list[list[tuple[int, int]]]:
     """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit).
 
-    One list for what is reserved before the first step, then two for each step, its forward and its backward. Each unit
-    runs once, in its place, and nothing is recomputed. An all-gather that takes no memory goes into that which was held
-    back for its unit. ValueError where units are not in that order.
+    One list for what is reserved before the first step, then three for each step: its forward, its backward, its end.
+    Each unit runs once, computes with its own parameters, then runs the units inside, and returns what the last of them
+    returned; nothing is recomputed. An all-gather that takes no memory goes into that which was held back for its unit.
+    ValueError where units are not in that order.
     """
 
 def bind_callbacks(

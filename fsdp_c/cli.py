@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_c import interop
-from fsdp_c.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_c.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_c.sharding.wrap import Policy
 from fsdp_c.tools import environment
 from fsdp_c.tools.summary import Summary
@@ -120,6 +120,9 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--use-orig-params", action="store_true")
     parser.add_argument("--backward-prefetch", choices=PREFETCHES, default="pre")
     parser.add_argument("--forward-prefetch", action="store_true")
+    parser.add_argument("--backward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
+    parser.add_argument("--forward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
+    parser.add_argument("--cpu-offload", action="store_true", help="shards are in CPU memory")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where the ranks will compute (default: as here)")
     return parser
 
@@ -151,7 +154,10 @@ def _plan(module: nn.Module, args: argparse.Namespace) -> Summary:
         backward_prefetch=PREFETCHES[args.backward_prefetch],
         forward_prefetch=args.forward_prefetch,
         ranks_per_node=args.ranks_per_node,
+        cpu_offload=CPUOffload(args.cpu_offload),
         device_type=args.device,
+        backward_prefetch_limit=args.backward_prefetch_limit,
+        forward_prefetch_limit=args.forward_prefetch_limit,
     )
 
 

@@ -19,10 +19,9 @@ struct actor {
 
 struct dry_run {
     const struct dry_tree *tree;
-    struct actor *actors; /* owned, as the two arrays below */
+    struct actor *actors; /* owned, as the array below */
     struct unit **units;
-    struct actor **passed; /* frozen units whose inputs have yet to get their gradients */
-    int64_t num_passed;
+    struct actor *passed;         /* a frozen unit whose inputs have yet to get their gradients, or NULL */
     struct operations operations; /* the runtime's own, but for the all-gather */
     struct runtime runtime;
     PyObject *tensor;   /* owned; stands for all, and is empty */
@@ -80,7 +79,7 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                   .sharded = sharded,
                   .skip_writeback_check = true},
         .storage = {.local_shard = run->tensor,
-                    .copies = {{.full_data = run->tensor, .is_local = actor->is->nbytes == 0}}},
+                    .copies = {{.full_data = run->tensor, .is_local = !sharded && actor->is->nbytes == 0}}},
     };
     storage_bind(&handle->storage, &handle->param);
     slots_bind(&handle->slots, &handle->param);
@@ -143,8 +142,7 @@ static int init(struct dry_run *run) {
     size_t count = (size_t)run->tree->num_units;
     run->actors = PyMem_Calloc(count, sizeof *run->actors);
     run->units = PyMem_Calloc(count, sizeof *run->units);
-    run->passed = PyMem_Calloc(count, sizeof *run->passed);
-    if (!run->actors || !run->units || !run->passed) {
+    if (!run->actors || !run->units) {
         PyErr_NoMemory();
         return -1;
     }
@@ -165,7 +163,6 @@ static void fini(struct dry_run *run) {
     schedule_fini(&run->runtime.schedule);
     PyMem_Free(run->actors);
     PyMem_Free(run->units);
-    PyMem_Free(run->passed);
     Py_CLEAR(run->tensor);
     Py_CLEAR(run->name);
 }
@@ -177,39 +174,41 @@ static int forward(struct actor *actor) {
     if (actor->unit.handle && unit_unshard_for_forward(&actor->unit) < 0)
         return -1;
     actor->has_inputs = run->requires_grad;
+    run->requires_grad = run->requires_grad || actor->is->is_trainable;
     for (struct actor *inner = actor->first; inner; inner = inner->next)
         if (forward(inner) < 0)
             return -1;
-    run->requires_grad = run->requires_grad || actor->is->is_trainable;
     unit_expect_backward(&actor->unit, run->requires_grad);
     return unit_reshard_after_forward(&actor->unit);
 }
 
-static int reshard_passed(struct dry_run *run) {
-    for (int64_t i = 0; i < run->num_passed; i++)
-        if (unit_reshard_only(&run->passed[i]->unit) < 0)
-            return -1;
-    run->num_passed = 0;
-    return 0;
+/* The output of a unit is that of the last unit inside, whose hook was there before. */
+static int pre_backward(struct actor *actor) {
+    if (actor->last && pre_backward(actor->last) < 0)
+        return -1;
+    return actor->unit.needs_pre_backward_unshard ? unit_unshard_for_backward(&actor->unit) : 0;
 }
 
-/* Where the output is that of the unit inside, that unit's pre-backward comes first, and then the gradients of what is before it. */
-static int pre_backward(struct actor *actor) {
-    if (!actor->unit.needs_pre_backward_unshard)
-        return 0;
-    bool comes_with_inner = actor->last && actor->last->unit.needs_pre_backward_unshard;
-    if (unit_unshard_for_backward(&actor->unit) < 0)
-        return -1;
-    return comes_with_inner ? 0 : reshard_passed(actor->run);
+static int reshard_passed(struct dry_run *run) {
+    struct actor *passed = run->passed;
+    run->passed = NULL;
+    return passed ? unit_reshard_only(&passed->unit) : 0;
+}
+
+/* Whether its input is the output of another unit, and not of what the unit around it computed. */
+static bool follows_unit(const struct actor *actor) {
+    if (actor->previous || !actor->parent)
+        return actor->previous;
+    return !actor->parent->is->has_params && follows_unit(actor->parent);
 }
 
 /* A frozen unit goes when its inputs have gradients: after the pre-backward of the unit that they come from. */
 static int end_frozen_backward(struct actor *actor) {
     if (!actor->has_inputs)
         return 0;
-    if (!actor->previous)
+    if (!follows_unit(actor))
         return unit_reshard_only(&actor->unit);
-    actor->run->passed[actor->run->num_passed++] = actor;
+    actor->run->passed = actor;
     return 0;
 }
 
@@ -229,11 +228,12 @@ static int post_backward(struct actor *actor) {
     return actor->is->is_trainable ? end_trained_backward(actor->run, &actor->unit) : end_frozen_backward(actor);
 }
 
-static int backward(struct actor *actor) {
-    if (pre_backward(actor) < 0)
+/* `begun`: the gradient of its output has come. */
+static int backward(struct actor *actor, bool begun) {
+    if (!begun && (pre_backward(actor) < 0 || reshard_passed(actor->run) < 0))
         return -1;
     for (struct actor *inner = actor->last; inner; inner = inner->previous)
-        if (backward(inner) < 0)
+        if (backward(inner, inner == actor->last) < 0)
             return -1;
     return post_backward(actor);
 }
@@ -245,7 +245,7 @@ static int finish_backward(struct dry_run *run) {
         if (handle_set_training_state(&run->actors[i].handle, USE_IDLE) < 0 || unit_end_step(run->units[i]) < 0)
             return -1;
     order_next_iteration(&run->runtime.order);
-    run->num_passed = 0;
+    run->passed = NULL;
     return 0;
 }
 
@@ -265,9 +265,11 @@ static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
     run->requires_grad = run->tree->inputs_require_grad;
     if (begin_list(run, lists) < 0 || forward(run->actors) < 0 || begin_list(run, lists) < 0)
         return -1;
-    if (!run->requires_grad)
-        return 0;
-    return backward(run->actors) < 0 ? -1 : finish_backward(run);
+    if (run->requires_grad && backward(run->actors, false) < 0)
+        return -1;
+    if (begin_list(run, lists) < 0)
+        return -1;
+    return run->requires_grad ? finish_backward(run) : 0;
 }
 
 static int run_all(struct dry_run *run, PyObject *lists, const bool *sync_gradients, int64_t num_steps) {

@@ -2,10 +2,10 @@
  * back, in which order. For whoever plans a model that may not even fit.
  *
  * The runtime decides, by its own functions (lifetime.c, ahead.c, gather.c, reserve.c), on units whose memory is a size alone: no
- * all-gather is enqueued, and what resizes a storage is told. In the place of autograd stands one step as most models run it: each unit
- * once, in the order in which its modules are registered; a backward through all that was computed, with nothing recomputed; the
- * post-backward of a unit after those of the units inside, whose autograd nodes are younger; the input of a frozen unit is the output
- * of the unit before it, which returns what the last unit inside it returned.
+ * all-gather is enqueued, and what resizes a storage is told. In the place of a model and of autograd stands this: each unit runs once;
+ * it computes with its own parameters, then runs the units inside, in the order in which their modules are registered, and returns what
+ * the last of them returned; nothing is recomputed, and the backward passes through all of it. So the post-backward of a unit comes
+ * after those of the units inside.
  *
  * Invariant: nothing of the process is touched: no counter of live bytes, no table of operations, nobody's units. */
 #ifndef FSDP_RUNTIME_DRY_RUN_H
@@ -16,7 +16,7 @@
 struct dry_unit {
     int64_t
         parent; /* index of the unit around it, or whose segment it is; less than its own; -1 for the root, the first */
-    int64_t nbytes; /* of its unsharded parameters; 0 where the shard is the whole already */
+    int64_t nbytes; /* of its unsharded parameters; 0 under NO_SHARD where the shard itself is computed with */
     enum sharding_strategy strategy;
     enum backward_prefetch backward_prefetch;
     bool forward_prefetch, has_params, is_trainable, is_segment;
@@ -37,7 +37,8 @@ enum dry_event {
 };
 
 /* Lazy initialisation and one step for each of `sync_gradients`, false where it runs under no_sync(). New reference to a list of lists
- * of (enum dry_event, index of the unit): what is reserved, then a forward and a backward for each step. NULL with an exception. */
+ * of (enum dry_event, index of the unit): what is reserved, then for each step a forward, a backward and its end. NULL with an
+ * exception. */
 PyObject *dry_run_steps(const struct dry_tree *tree, const bool *sync_gradients, int64_t num_steps);
 
 #endif

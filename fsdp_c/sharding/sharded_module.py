@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeGuard, cast
+from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,13 @@ else:
     from fsdp_c.compat.upstream import _FSDPState
 
 
+class PrefetchLimits(Protocol):
+    """How many units are gathered ahead of the one at hand."""
+
+    _backward_prefetch_limit: int
+    _forward_prefetch_limit: int
+
+
 class ShardedModule(nn.Module, _FSDPState):
     """The state of a FullyShardedDataParallel, which is the only class derived from this one."""
 
@@ -48,6 +55,7 @@ class ShardedModule(nn.Module, _FSDPState):
     _said_is_root: bool | None  # there once a client has written _is_root
     _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter, see fsdp_c/sharding/segments.py
     _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
+    _exec_order_data: PrefetchLimits  # from lazy initialisation on, it is the root's
 
     # what the constructor was given, or decided
     sharding_strategy: ShardingStrategy

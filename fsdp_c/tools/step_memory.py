@@ -2,6 +2,10 @@
 
 It takes a dry run of the step (csrc/runtime/dry_run.h, which says what is taken for granted of the model) and decides
 there, as in training, what is gathered, held back and freed when. Nothing of that is known here.
+
+What is counted is the storage that all-gathers fill, or casts and uploads where nothing is sharded. That is what a
+root's own pool holds on a GPU. Not counted: the shards, which are there all the time, and activations, gradients, and
+what the optimizer needs.
 """
 
 from __future__ import annotations
@@ -11,9 +15,11 @@ from typing import NamedTuple
 
 from fsdp_c import _C
 from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
+from fsdp_c.tools import allocator
 
 Event = tuple[int, int]  # a constant of _C, and the unit
-TWO_STEPS = (True, True)  # the first has no order to follow yet
+STEP = (True, True)  # gradients are reduced in each; in the first there is no order of units yet
+ACCUMULATION = (True, False, False, True)  # two backwards under no_sync() before one that reduces
 
 
 class StepUnit(NamedTuple):
@@ -26,43 +32,96 @@ class StepUnit(NamedTuple):
     forward_prefetch: bool
     has_params: bool
     is_trainable: bool
-    has_streams: bool
+    has_streams: bool  # a root's, as the two that follow
+    backward_prefetch_limit: int = 1
+    forward_prefetch_limit: int = 1
     is_segment: bool = False  # of the unit at ``parent``
 
 
 class StepMemory(NamedTuple):
     """What a step holds and does: the most bytes at once, and how often each unit is gathered."""
 
-    peak_nbytes: int
+    peak_nbytes: int  # of tensors
+    peak_allocated_nbytes: int  # of the blocks that a GPU's allocator gives for them
     gathers: tuple[int, ...]
 
 
-def of_step(units: Sequence[StepUnit]) -> StepMemory:
-    """The unsharded storage of a step of ``units``, an outer unit before its inner ones."""
-    events = _events(units)
-    gathers = [0] * len(units)
-    nbytes = peak_nbytes = 0
-    for kind, index in events:
+def of_step(units: Sequence[StepUnit], sync_gradients: Sequence[bool] = STEP) -> StepMemory:
+    """The unsharded storage of ``units``, an outer one before its inner ones, in all of the steps but the first.
+
+    ``sync_gradients``: whether gradients are reduced, for each step.
+    """
+    storage = _Storage(units)
+    for step, events in enumerate(_steps(units, sync_gradients)):
+        for kind, index in events:
+            storage.follow(kind, index)
+        if step == 0:
+            storage.begin_to_measure()
+    return StepMemory(storage.peak_nbytes, storage.peak_allocated_nbytes, tuple(storage.gathers))
+
+
+class _Storage:
+    """The bytes that units hold."""
+
+    def __init__(self, units: Sequence[StepUnit]) -> None:
+        self._units = units
+        trees = _trees(units)
+        self._pools = {index: pool for tree in trees for pool in [_pool_of(units[tree[0]])] for index in tree}
+        self._held: dict[int, allocator.Block] = {}
+        self._nbytes = self._allocated_nbytes = 0
+        self.begin_to_measure()
+
+    def begin_to_measure(self) -> None:
+        self.peak_nbytes, self.peak_allocated_nbytes = self._nbytes, self._allocated_nbytes
+        self.gathers = [0] * len(self._units)
+
+    def follow(self, kind: int, index: int) -> None:
         if kind == _C.DRY_RUN_GATHER:
-            gathers[index] += 1
+            self.gathers[index] += 1
         elif kind == _C.DRY_RUN_TAKE:
-            nbytes += units[index].nbytes
+            self._take(index)
         else:
-            nbytes -= units[index].nbytes
-        peak_nbytes = max(peak_nbytes, nbytes)
-    return StepMemory(peak_nbytes, tuple(gathers))
+            self._give_back(index)
+
+    def _take(self, index: int) -> None:
+        pool, nbytes = self._pools[index], self._units[index].nbytes
+        block = self._held[index] = allocator.Block(nbytes, 0, False) if pool is None else pool.take(nbytes)
+        self._nbytes += nbytes
+        self._allocated_nbytes += block.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
+        self.peak_allocated_nbytes = max(self.peak_allocated_nbytes, self._allocated_nbytes)
+
+    def _give_back(self, index: int) -> None:
+        pool, block = self._pools[index], self._held.pop(index)
+        self._nbytes -= self._units[index].nbytes
+        self._allocated_nbytes -= block.nbytes
+        if pool is not None:
+            pool.give_back(block)
 
 
-def _events(units: Sequence[StepUnit]) -> Iterator[Event]:
-    """What the second step does. Trees follow each other in forward, and the other way round in backward."""
+def _pool_of(root: StepUnit) -> allocator.Pool | None:
+    return allocator.Pool() if root.has_streams else None
+
+
+def _steps(units: Sequence[StepUnit], sync_gradients: Sequence[bool]) -> Iterator[Iterator[Event]]:
+    """What each step does; the first one begins with what is reserved."""
     runs, requires_grad = [], False
     for tree in _trees(units):
-        runs.append(_dry_run(units, tree, requires_grad))
+        runs.append(_dry_run(units, tree, sync_gradients, requires_grad))
         requires_grad = requires_grad or any(units[index].is_trainable for index in tree)
-    for *_, forward, _ in runs:
+    for step in range(len(sync_gradients)):
+        yield _events([run[0] if step == 0 else [] for run in runs], [run[1 + 3 * step :][:3] for run in runs])
+
+
+def _events(reserved: list[list[Event]], of_trees: list[list[list[Event]]]) -> Iterator[Event]:
+    """Trees follow each other in forward, and the other way round in backward."""
+    for before, (forward, _, _) in zip(reserved, of_trees, strict=True):
+        yield from before
         yield from forward
-    for *_, backward in reversed(runs):
+    for _, backward, _ in reversed(of_trees):
         yield from backward
+    for _, _, end in reversed(of_trees):
+        yield from end
 
 
 def _trees(units: Sequence[StepUnit]) -> list[list[int]]:
@@ -77,15 +136,16 @@ def _trees(units: Sequence[StepUnit]) -> list[list[int]]:
     return trees
 
 
-def _dry_run(units: Sequence[StepUnit], tree: list[int], inputs_require_grad: bool) -> list[list[Event]]:
-    places = {index: place for place, index in enumerate(tree)}
-    given = tuple(_as_given(units[index], places) for index in tree)
+def _dry_run(
+    units: Sequence[StepUnit], tree: list[int], sync_gradients: Sequence[bool], inputs_require_grad: bool
+) -> list[list[Event]]:
+    root, places = units[tree[0]], {index: place for place, index in enumerate(tree)}
     lists = _C.dry_run(
-        given,
-        TWO_STEPS,
-        backward_prefetch_limit=1,
-        forward_prefetch_limit=1,
-        has_streams=units[tree[0]].has_streams,
+        tuple(_as_given(units[index], places) for index in tree),
+        tuple(sync_gradients),
+        backward_prefetch_limit=root.backward_prefetch_limit,
+        forward_prefetch_limit=root.forward_prefetch_limit,
+        has_streams=root.has_streams,
         inputs_require_grad=inputs_require_grad,
     )
     return [[(kind, tree[place]) for kind, place in events] for events in lists]

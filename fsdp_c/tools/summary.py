@@ -18,13 +18,14 @@ from fsdp_c.compat.aliases import Kwargs
 from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
+    CPUOffload,
     MixedPrecision,
     ShardingStrategy,
 )
 from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
 from fsdp_c.sharding.grouping import groups_of, precision_for
-from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_with_paths
+from fsdp_c.sharding.sharded_module import PrefetchLimits, ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import Homes, Subtree, check_module, clean_name, clean_path, joined
 from fsdp_c.sharding.wrap import Policy, chosen_modules, homes_of_shared_params
 from fsdp_c.tools import step_memory
@@ -60,6 +61,9 @@ class UnitSummary:
     forward_prefetch: bool
     device_type: str  # of the device that computes
     parent: int | None  # which unit is around it, by its place in Summary.units
+    offload_params: bool = False  # shards and gradients are in CPU memory
+    backward_prefetch_limit: int = 1  # units gathered ahead; its root's count
+    forward_prefetch_limit: int = 1
     tied: tuple[tuple[str, str], ...] = ()  # further names of its parameters, also in inner units: (further, name)
     is_segment: bool = False  # one more flat parameter of the unit at ``parent``, of another dtype or frozen
 
@@ -86,7 +90,9 @@ class UnitSummary:
     @property
     def unsharded_nbytes(self) -> int:
         """What a rank has beside that while the unit computes: nothing, where the parameters are whole already."""
-        return _nbytes(self.padded_numel, self.param_dtype) if self.is_sharded or self.dtype != self.param_dtype else 0
+        moves = self.offload_params and self.device_type != "cpu"
+        is_whole = not self.is_sharded and self.dtype == self.param_dtype and not moves
+        return 0 if is_whole else _nbytes(self.padded_numel, self.param_dtype)
 
     @property
     def all_gather_nbytes(self) -> int:
@@ -130,10 +136,30 @@ class Summary:
     def peak_unsharded_nbytes(self) -> int:
         """The most bytes of unsharded parameters that a rank holds at once in a training step.
 
-        The step is one as most models run it: each unit once, in the order in which modules are registered, without
-        recomputation.
+        The step is taken to be this: each unit runs once, computes with its own parameters, then runs the units inside
+        in the order in which their modules are registered, and returns what the last of them returned; nothing is
+        recomputed, and the backward passes through all of it. It is not the first step, which has no order to follow.
+
+        Counted is the storage that is filled by all-gathers, or by casts and uploads under NO_SHARD: not the shards,
+        and nothing of activations, gradients or optimizers.
         """
         return self._step.peak_nbytes
+
+    @property
+    def peak_allocated_nbytes(self) -> int:
+        """The same in blocks of torch's allocator on CUDA, which ``torch.cuda.memory_allocated`` counts; else in bytes.
+
+        The blocks are those of the allocator with its own settings, in a process that does not run out of memory.
+        """
+        return self._step.peak_allocated_nbytes
+
+    @property
+    def no_sync_peak_allocated_nbytes(self) -> int:
+        """The same where gradients are accumulated: two steps under ``no_sync()``, and one that reduces.
+
+        Strategies that keep parameters for the backward keep them until then, from one step to the next.
+        """
+        return step_memory.of_step(self._step_units, step_memory.ACCUMULATION).peak_allocated_nbytes
 
     @property
     def all_gathers(self) -> tuple[int, ...]:
@@ -183,7 +209,11 @@ class Summary:
 
     @functools.cached_property
     def _step(self) -> step_memory.StepMemory:
-        return step_memory.of_step([_in_step(unit) for unit in self.units])
+        return step_memory.of_step(self._step_units)
+
+    @property
+    def _step_units(self) -> list[step_memory.StepUnit]:
+        return [_in_step(unit) for unit in self.units]
 
     def __str__(self) -> str:
         return "\n".join(_text(self))
@@ -207,6 +237,8 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
         unit.dtype is not None,
         unit.is_trainable,
         unit.device_type == "cuda",
+        unit.backward_prefetch_limit,
+        unit.forward_prefetch_limit,
         unit.is_segment,
     )
 
@@ -231,12 +263,15 @@ def summary(module: nn.Module) -> Summary:
 
 def _of_units(found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
     places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
+    roots: list[ShardedModule] = []
     for path, fsdp_module in found:
         enclosing = None if fsdp_module._enclosing is None else fsdp_module._enclosing()
-        yield _of_unit(fsdp_module, clean_path(path), None if enclosing is None else places.get(enclosing))
+        parent = None if enclosing is None else places.get(enclosing)
+        roots.append(fsdp_module if parent is None else roots[parent])
+        yield _of_unit(fsdp_module, clean_path(path), parent, roots[-1]._exec_order_data)
 
 
-def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None) -> UnitSummary:
+def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None, limits: PrefetchLimits) -> UnitSummary:
     handle = fsdp_module._handle
     group = fsdp_module._replicate_group
     layout = None if handle is None else handle.layout
@@ -258,6 +293,9 @@ def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None) -> UnitS
         forward_prefetch=fsdp_module.forward_prefetch,
         device_type=fsdp_module.compute_device.type,
         parent=parent,
+        offload_params=fsdp_module.cpu_offload.offload_params,
+        backward_prefetch_limit=limits._backward_prefetch_limit,
+        forward_prefetch_limit=limits._forward_prefetch_limit,
         tied=() if handle is None else _tied(handle.flat_param._shared_param_infos),
         is_segment=fsdp_module._whole is not fsdp_module,
     )
@@ -293,19 +331,23 @@ def plan(
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
     backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
     forward_prefetch: bool = False,
+    cpu_offload: CPUOffload | None = None,
     ranks_per_node: int | None = None,
     device_type: str | None = None,
+    backward_prefetch_limit: int = 1,
+    forward_prefetch_limit: int = 1,
 ) -> Summary:
     """What FullyShardedDataParallel with these arguments would make of ``module`` on ``world_size`` ranks.
 
     Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is. A hybrid
     strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is where the ranks will
-    compute, by default where ``module`` would here: on "cuda" a step holds one unit's storage more.
+    compute, by default where ``module`` would here: on "cuda" a step holds one unit's storage more. The limits say how
+    many units are gathered ahead, as ``model._exec_order_data._backward_prefetch_limit`` does for a wrapped model.
 
     Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or ``module``.
     """
     check_module(module)
-    construction.check_settings(strategy, mixed_precision, backward_prefetch)
+    construction.check_settings(strategy, mixed_precision, backward_prefetch, cpu_offload)
     shards, replicas = _split_ranks(world_size, strategy, ranks_per_node)
     tree = Subtree(module)
     construction.refuse_foreign_units(tree)
@@ -320,6 +362,7 @@ def plan(
         "use_orig_params": use_orig_params,
         "backward_prefetch": backward_prefetch,
         "forward_prefetch": forward_prefetch,
+        "cpu_offload": cpu_offload,
         "ignored_states": ignored.params,
     }
     chosen: dict[nn.Module, Kwargs] = {}
@@ -327,9 +370,19 @@ def plan(
         chosen = chosen_modules(tree, auto_wrap_policy, ignored.modules, ignored.params, kwargs)
     device_type = device_type or construction.resolve_device(tree, ignored.params, None).type
     homes = homes_of_shared_params(tree, chosen)
-    planner = _Planner({**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type)
+    limits = {"backward_prefetch_limit": backward_prefetch_limit, "forward_prefetch_limit": forward_prefetch_limit}
+    _check_limits(limits)
+    planner = _Planner({**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type, limits)
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
+
+
+def _check_limits(limits: dict[str, int]) -> None:
+    for name, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be a number of units, not {type(value).__name__} {value!r}")
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, not {value}")
 
 
 def _split_ranks(world_size: int, strategy: ShardingStrategy | None, ranks_per_node: int | None) -> tuple[int, int]:
@@ -361,10 +414,11 @@ class _Planner:
         shards: int,
         replicas: int,
         device_type: str,
+        limits: dict[str, int],
     ) -> None:
         self.units: list[UnitSummary] = []
         self._chosen, self._homes, self._ignored = chosen, homes, ignored
-        self._shards, self._replicas, self._device_type = shards, replicas, device_type
+        self._shards, self._replicas, self._device_type, self._limits = shards, replicas, device_type, limits
         self._added: set[nn.Module] = set()
 
     def add(self, module: nn.Module, path: str, parent: int | None) -> None:
@@ -401,6 +455,9 @@ class _Planner:
             forward_prefetch=kwargs["forward_prefetch"],
             device_type=self._device_type,
             parent=parent,
+            offload_params=(kwargs["cpu_offload"] or CPUOffload()).offload_params,
+            backward_prefetch_limit=self._limits["backward_prefetch_limit"],
+            forward_prefetch_limit=self._limits["forward_prefetch_limit"],
             tied=() if found is None else _tied(info for _, info in found.shared),
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
@@ -437,8 +494,9 @@ def _local(param: torch.Tensor) -> torch.Tensor:
 
 def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
     """The lines that ``print(model)`` has for a unit, after what torch prints."""
+    limits = fsdp_module._exec_order_data
     lines = []
-    for own in (_of_unit(part, "", None) for part in parts_of(fsdp_module) if part._handle is not None):
+    for own in (_of_unit(part, "", None, limits) for part in parts_of(fsdp_module) if part._handle is not None):
         names = own.names if len(own.names) <= MAX_NAMES else (*own.names[: MAX_NAMES - 1], "...", own.names[-1])
         lines.append(
             f"{_ranks(own)}: {own.numel:,} elements and {own.padding:,} of padding in {_dtypes(own)}; "
@@ -484,7 +542,7 @@ def _text(whole: Summary) -> Iterator[str]:
 def _memory(whole: Summary) -> str:
     return (
         f"per rank: {_size(whole.sharded_nbytes)} of parameters all the time, "
-        f"and at most {_size(whole.peak_unsharded_nbytes)} unsharded in a training step"
+        f"and at most {_size(whole.peak_allocated_nbytes)} unsharded in a training step"
     )
 
 

@@ -33,13 +33,17 @@ def blocks(count: int, **settings: Any) -> tuple[Unit, ...]:
 
 
 def run(units: tuple[Unit, ...], *sync_gradients: bool, **settings: Any) -> list[list[str]]:
+    """What is reserved, then for each step its forward, and its backward with its end."""
     defaults = {
         "backward_prefetch_limit": 1,
         "forward_prefetch_limit": 1,
         "has_streams": False,
         "inputs_require_grad": False,
     }
-    lists = _C.dry_run(units, sync_gradients or (True, True), **defaults | settings)
+    reserved, *parts = _C.dry_run(units, sync_gradients or (True, True), **defaults | settings)
+    lists = [reserved]
+    for forward, backward, end in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        lists += [forward, backward + end]
     return [[f"{NAMES[what]}{index}" for what, index in events] for events in lists]
 
 
@@ -89,7 +93,7 @@ def test_a_frozen_unit_goes_once_the_unit_before_it_is_reached() -> None:
 
 
 def test_a_frozen_unit_behind_which_nothing_is_trained_is_not_gathered_for_the_backward() -> None:
-    units = (unit(-1), unit(0, is_trainable=False), unit(0))
+    units = (unit(-1, is_trainable=False), unit(0, is_trainable=False), unit(0))
     *_, forward, backward = run(units, has_streams=True)
     assert forward == words("gather0 take0 gather1 take1 gather2 take2 give1")
     assert backward == words("gather2 give2 give0")
@@ -109,6 +113,19 @@ def test_without_anything_to_train_there_is_no_backward_and_nothing_is_held_back
 
 def test_what_is_there_already_is_neither_gathered_nor_taken() -> None:
     assert run(blocks(2, nbytes=0, strategy=_C.NO_SHARD)) == [[], [], [], [], []]
+
+
+def test_the_end_of_a_backward_gives_back_what_nothing_else_did() -> None:
+    units = (unit(-1, is_trainable=False), unit(0, is_trainable=True))
+    settings = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1}
+    _, _, backward, end = _C.dry_run(units, (True,), has_streams=False, inputs_require_grad=False, **settings)
+    assert backward == [(_C.DRY_RUN_GATHER, 1), (_C.DRY_RUN_TAKE, 1), (_C.DRY_RUN_GIVE_BACK, 1)]
+    assert end == [(_C.DRY_RUN_GIVE_BACK, 0)]
+
+
+def test_the_unit_inside_whose_output_is_that_of_the_unit_around_it_is_gathered_first() -> None:
+    units = (unit(-1, backward_prefetch=0), unit(0, backward_prefetch=0), unit(1, backward_prefetch=0))
+    assert run(units)[-1] == words("gather2 take2 gather1 take1 give2 give1 give0")
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_c
+from fsdp_c import CPUOffload, MixedPrecision, ShardingStrategy, cli
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, ShardingStrategy, cli
 from fsdp_c.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 
 WORLD_SIZE = 4
@@ -69,6 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "classes in bf16": {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "mixed_precision": BF16},
     "settings by unit": {"auto_wrap_policy": CustomPolicy(policy_of_settings), "forward_prefetch": True},
+    "offloaded": {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), "cpu_offload": CPUOffload(True)},
 }
 
 
@@ -161,6 +162,49 @@ def test_on_a_gpu_the_unit_freed_last_in_forward_is_held_back() -> None:
     # The root has nothing of its own, and one is gathered ahead in backward, where none is held back then.
     assert peaks == {("cpu", False): 2, ("cpu", True): 2, ("cuda", False): 2, ("cuda", True): 3}
     assert len(gathers) == 1
+
+
+def test_limits_are_those_of_the_root_before_and_after_the_first_step() -> None:
+    limits = {"backward_prefetch_limit": 3, "forward_prefetch_limit": 2}
+    planned = fsdp_c.plan(Net(), world_size=WORLD_SIZE, auto_wrap_policy=LINEARS, **limits)
+    model = FSDP(Net(), auto_wrap_policy=LINEARS)
+    model._exec_order_data._backward_prefetch_limit = 3
+    model._exec_order_data._forward_prefetch_limit = 2
+    assert fsdp_c.summary(model) == planned
+    model._lazy_init()
+    assert fsdp_c.summary(model) == planned
+
+
+def test_more_is_held_where_more_is_gathered_ahead() -> None:
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    settings = {"world_size": 2, "auto_wrap_policy": LINEARS, "forward_prefetch": True}
+    unit_nbytes = 4 * 8 * 8
+    for limit in range(4):
+        forward = fsdp_c.plan(net, **settings, backward_prefetch=None, forward_prefetch_limit=limit)
+        backward = fsdp_c.plan(net, **settings, backward_prefetch_limit=limit, forward_prefetch_limit=0)
+        for planned in (forward, backward):
+            assert planned.peak_unsharded_nbytes == (1 + limit) * unit_nbytes
+
+
+def test_blocks_of_the_allocator_are_counted_where_the_ranks_compute_on_a_gpu() -> None:
+    """By hand: 12 MB take whole 2 MiB, 100 B take 512; a segment is kept for the next step."""
+    net = nn.Sequential(nn.Linear(3000, 1000, bias=False), nn.Linear(5, 5, bias=False))
+    settings = {"world_size": 2, "auto_wrap_policy": LINEARS}
+    on_gpu = fsdp_c.plan(net, device_type="cuda", **settings)
+    assert on_gpu.peak_unsharded_nbytes == 12_000_000 + 4 * 26  # padded to two ranks
+    assert on_gpu.peak_allocated_nbytes == 12 * 2**20 + 512
+    on_cpu = fsdp_c.plan(net, device_type="cpu", **settings)
+    assert on_cpu.peak_allocated_nbytes == on_cpu.peak_unsharded_nbytes
+
+
+def test_under_no_sync_a_unit_that_stays_gathered_adds_to_those_that_come_and_go() -> None:
+    """The last layer is freed before the others are gathered for their backward, unless under no_sync."""
+    net = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    keeps = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+    policy = CustomPolicy(lambda module: keeps if module is net[2] else isinstance(module, nn.Linear))
+    planned = fsdp_c.plan(net, world_size=2, auto_wrap_policy=policy, device_type="cpu")
+    unit_nbytes = 4 * 8 * 8
+    assert (planned.peak_allocated_nbytes, planned.no_sync_peak_allocated_nbytes) == (2 * unit_nbytes, 3 * unit_nbytes)
 
 
 def test_one_rank_gathers_nothing() -> None:
@@ -323,6 +367,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         TypeError,
         "must be a ShardingStrategy or None, not str 'FULL_SHARD': pass for instance ShardingStrategy.FULL_SHARD",
     ),
+    "limit": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, backward_prefetch_limit=-1),
+        ValueError,
+        "backward_prefetch_limit must be at least 0, not -1",
+    ),
+    "a limit in words": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, forward_prefetch_limit="two"),
+        TypeError,
+        "forward_prefetch_limit must be a number of units, not str 'two'",
+    ),
+    "offload": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, cpu_offload=True),
+        TypeError,
+        "CPUOffload",
+    ),
     "hybrid": (
         lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, strategy=ShardingStrategy.HYBRID_SHARD),
         ValueError,
@@ -365,6 +424,25 @@ def test_command_prints_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     planned = fsdp_c.plan(plain_torchrun.build_model(), world_size=8, **settings)
     assert capsys.readouterr().out == f"{planned}\n"
     assert len(planned.units) == 4
+
+
+@pytest.mark.usefixtures("in_examples")
+def test_command_takes_what_changes_the_memory_of_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+    import plain_torchrun
+
+    limits = ["--backward-prefetch-limit", "2", "--forward-prefetch", "--forward-prefetch-limit", "3", "--cpu-offload"]
+    assert cli.main(["plan", MODEL, *FLAGS[:4], "--device", "cuda", *limits]) == 0
+    planned = fsdp_c.plan(
+        plain_torchrun.build_model(),
+        world_size=8,
+        auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer}),
+        device_type="cuda",
+        backward_prefetch_limit=2,
+        forward_prefetch=True,
+        forward_prefetch_limit=3,
+        cpu_offload=CPUOffload(True),
+    )
+    assert capsys.readouterr().out == f"{planned}\n"
 
 
 BAD_COMMANDS = {
