@@ -78,13 +78,14 @@ def trained_reference() -> tuple[nn.Module, list[float]]:
     return plain, train_reference(plain, whole_loss, range(STEPS), optimizer=adam(plain))
 
 
-def wrapped(model: nn.Module, use_orig_params: bool) -> Any:
-    """As PEFT's documentation has it: frozen and trainable parameters share units, or do not."""
+def wrapped(model: nn.Module, use_orig_params: bool, by_block: bool = True) -> Any:
+    """One unit for each block, where frozen and trainable parameters meet, or as PEFT's policy has it, which keeps them
+    apart."""
     from peft.utils.other import fsdp_auto_wrap_policy
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    policy = ModuleWrapPolicy({LlamaDecoderLayer}) if use_orig_params else fsdp_auto_wrap_policy(model)
+    policy = ModuleWrapPolicy({LlamaDecoderLayer}) if by_block else fsdp_auto_wrap_policy(model)
     found = FSDP(model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
     assert_ours(found)
     return found
@@ -104,11 +105,11 @@ def train(model: Any, rank: int, world_size: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("use_orig_params,by_block", [(True, True), (False, True), (False, False)])
 @on_ranks(2, TIMEOUT_S, LIBRARY)
-def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_orig_params):
+def test_adapters_train_as_unsharded_and_the_rest_stays(rank, world_size, use_orig_params, by_block):
     launched(rank, world_size)
-    model = wrapped(with_adapters(), use_orig_params)
+    model = wrapped(with_adapters(), use_orig_params, by_block)
     plain, losses = trained_reference()
     assert train(model, rank, world_size) == pytest.approx(losses, rel=1e-5)
     found = full_parameters(model)

@@ -38,6 +38,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "offload": {"cpu_offload": CPUOffload(offload_params=True), "backward_prefetch": BackwardPrefetch.BACKWARD_POST},
     "comm_hook": {"comm_hook": True},
     "frozen": {"frozen": True},
+    "segments": {"segments": True, "use_orig_params": False},
     "checkpointed": {"checkpoint": True},
     "no_sync": {"no_sync": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
 }
@@ -52,6 +53,7 @@ class Watched:
         *,
         watch: bool = True,
         frozen: bool = False,
+        segments: bool = False,
         comm_hook: bool = False,
         checkpoint: bool = False,
         no_sync: bool = False,
@@ -62,6 +64,9 @@ class Watched:
         torch.manual_seed(5)
         plain = Net(blocks=2)
         plain.blocks[0].requires_grad_(not frozen)
+        for block in plain.blocks if segments else ():
+            block.up.requires_grad_(False)
+            block.order = torch.nn.Parameter(torch.arange(5), requires_grad=False)
         if checkpoint:
             plain.blocks[1].up = checkpoint_wrapper(plain.blocks[1].up)
         self.points = Points()
@@ -74,7 +79,8 @@ class Watched:
         )
         if comm_hook:
             self.model.register_comm_hook(None, self.points.comm_hook)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
         if watch:
             self.watch()
         generator = torch.Generator(device()).manual_seed(rank)

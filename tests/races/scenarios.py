@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -35,6 +35,8 @@ class Trainer:
         strategy = ShardingStrategy[arguments.pop("strategy", "FULL_SHARD")]
         mesh, hybrid = arguments.pop("hybrid_blocks", (None, []))
         whole = Net(**(net or {}))
+        if arguments.pop("segments", False):
+            _make_segments(whole)
         for index in hybrid:
             inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
             whole.blocks[index] = FSDP(whole.blocks[index], device_id=device(), **inner)
@@ -45,7 +47,8 @@ class Trainer:
             device_id=device(),
             **({"use_orig_params": True} | arguments),
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.05)
 
     def forward(self) -> Tensor:
         return self.model(torch.randn(3, WIDTH)).float().square().mean()
@@ -58,6 +61,15 @@ class Trainer:
     def update(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def _make_segments(whole: Net) -> None:
+    """The units have parts that are frozen, of another dtype, and integers."""
+    for block in whole.blocks:
+        block.up.requires_grad_(False)
+        block.norm.double().register_forward_pre_hook(lambda _, args: args[0].double())
+        block.norm.register_forward_hook(lambda *args: args[-1].float())
+        block.order = nn.Parameter(torch.arange(5), requires_grad=False)
 
 
 # ---- scenarios: what happens in the steps
@@ -102,7 +114,7 @@ def look_at_parameters(trainer: Trainer) -> None:
     for _ in range(2):
         trainer.step()
         with FSDP.summon_full_params(trainer.model, writeback=True):
-            for param in trainer.model.parameters():
+            for param in filter(torch.is_floating_point, trainer.model.parameters()):
                 param.data.mul_(0.9)
         loss = trainer.forward()
         trainer.model.state_dict()
@@ -310,6 +322,12 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     ),
     "offload, step in backward": (step_in_backward, {"cpu_offload": CPUOffload(True)}),
     "step in backward": (step_in_backward, {"limit_all_gathers": False}),
+    "segments": (accumulate, {"segments": True, "limit_all_gathers": False}),
+    "segments, flat": (plain, {"segments": True, "use_orig_params": False, "forward_prefetch": True}),
+    "segments, offload": (accumulate, {"segments": True, "cpu_offload": CPUOffload(True), "limit_all_gathers": False}),
+    "segments, SHARD_GRAD_OP": (accumulate, {"segments": True, "strategy": "SHARD_GRAD_OP"}),
+    "segments, look at parameters": (look_at_parameters, {"segments": True, "limit_all_gathers": False}),
+    "segments, raise in backward": (raise_in_backward, {"segments": True, "limit_all_gathers": False}),
 }
 
 
