@@ -31,7 +31,7 @@ import torch.distributed as dist  # isort: skip
 
 WIDTH = 8
 BATCH = 2
-EXTRAS = ("none", "clip", "optim", "fwd", "nosync")
+EXTRAS = ("none", "clip", "optim", "fwd", "nosync", "frozen")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 FLOOR_US = 1.0  # an overhead below this counts as this in ratios: it can even be negative
 FLOOR_INSTRUCTIONS = 1000.0
@@ -121,7 +121,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--mp", type=int, nargs="+", default=[0], choices=(0, 1), help="1: bf16 parameters, fp32 reduction"
     )
     parser.add_argument(
-        "--extra", nargs="+", default=["none"], choices=EXTRAS, help="clip_grad_norm_, SGD step, forward only, no_sync"
+        "--extra",
+        nargs="+",
+        default=["none"],
+        choices=EXTRAS,
+        help="clip_grad_norm_, SGD step, forward only, no_sync, every other layer frozen",
     )
     parser.add_argument("--steps", type=int, default=30, help="timed steps")
     parser.add_argument("--warmup", type=int, default=4)
@@ -184,6 +188,9 @@ def make_step(model: torch.nn.Module, impl: str, x: torch.Tensor, extra: str) ->
 def build(config: Config, impl: str, orig: int | None, warmup: int) -> Candidate:
     torch.manual_seed(0)
     model: torch.nn.Module = common.Stack(config.L, config.P, WIDTH)
+    if config.extra == "frozen":
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.layers[::2].requires_grad_(False)
     x = torch.randn(BATCH, WIDTH)
     if impl == "plain":
         dtype = torch.bfloat16 if config.mp else torch.float32

@@ -1,4 +1,4 @@
-"""Adapters of rank 8 in a Llama whose own parameters are frozen: what a step of FSDP1, FSDP2 and fsdp_c sends and holds.
+"""Adapters in a Llama whose own parameters are frozen: what a step of FSDP1, FSDP2 and fsdp_c sends and holds.
 
 python -m benchmarks.lora                                    # 1.3 B parameters on 8 GPUs
 python -m benchmarks.lora --model 6.7B --markdown benchmarks/results/lora.md
@@ -28,10 +28,10 @@ ROWS: dict[str, tuple[str, bool, bool]] = {
     "fsdp_c, flat parameters": ("fsdp_c", False, False),
 }
 ABOUT = """\
-Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams and
-torch's allocator. One unit per block, bf16 with fp32 shards and reductions, adapters of rank 8 on every linear layer of
-a block, trained by AdamW; all else is frozen. What is sent is of one step and one rank: the results of its all-gathers,
-the inputs of its reductions. FSDP1 without use_orig_params refuses the model.
+Each row is a process in which nothing is computed: the simulated GPU (docs/simulated_gpu.md) follows shapes, streams
+and torch's allocator. One unit per block, bf16 with fp32 shards and reductions, adapters of rank 8 on every linear
+layer of a block, trained by AdamW; all else is frozen. What is sent is of one step and one rank: the results of its
+all-gathers, the inputs of its reductions. FSDP1 without use_orig_params refuses the model.
 """
 
 
@@ -165,10 +165,10 @@ def table(results: dict[str, dict[str, float]], model: str, world_size: int) -> 
     first = next(iter(results.values()))
     trained, parameters = first["trained"], first["parameters"]
     lines = [
-        f"**{model}** on {world_size} GPUs: {trained / 1e6:.1f} of {parameters / 1e6:.0f} million parameters are trained",
+        f"**{model}** on {world_size} GPUs: {trained / 1e6:.1f} of {parameters / 1e6:.0f} million parameters trained",
         "",
-        "| | reductions | reduced MiB | / trained | gradients MiB | / trained | all-gathers | gathered MiB | peak allocated "
-        "MiB | peak reserved MiB |",
+        "| | reductions | reduced MiB | / trained | gradients MiB | / trained | all-gathers | gathered MiB | "
+        "peak allocated MiB | peak reserved MiB |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, each in results.items():
