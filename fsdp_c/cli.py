@@ -7,6 +7,7 @@ import argparse
 import functools
 import importlib
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_c import interop
+from fsdp_c import host_cost, interop
 from fsdp_c.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_c.sharding.wrap import Policy
 from fsdp_c.tools import environment
-from fsdp_c.tools.summary import Summary
+from fsdp_c.tools.summary import TEXT_WIDTH, Summary
 from fsdp_c.tools.summary import plan as plan_of
 from fsdp_c.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
@@ -94,13 +95,18 @@ def plan(argv: Sequence[str]) -> int:
     """Print what wrapping would make of a model. Exceptions from building the model propagate."""
     parser = _plan_parser()
     args = parser.parse_args(argv)
+    if (args.tokens is None) != (args.tflops is None) or (args.host_us and args.tokens is None):
+        parser.error("--tokens and --tflops go together, and --host-us with them")
     build = _callable(args.model, parser)
     with torch.device("meta"):
         module = build()
     try:
         if not isinstance(module, nn.Module):
             raise TypeError(f"{args.model} should return an nn.Module, but returned {type(module).__name__}")
-        print(_plan(module, args))
+        planned = _plan(module, args)
+        print(planned)
+        if args.tokens is not None:
+            print(_host_bound(planned, args))
     except (NotImplementedError, TypeError, ValueError) as error:
         parser.error(str(error))
     return 0
@@ -123,6 +129,15 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
     parser.add_argument("--forward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
     parser.add_argument("--cpu-offload", action="store_true", help="shards are in CPU memory")
+    parser.add_argument("--tokens", type=int, metavar="N", help="of a rank's batch: say which units wait for the host")
+    parser.add_argument("--tflops", type=float, metavar="N", help="that a device really does, for --tokens")
+    parser.add_argument(
+        "--host-us",
+        type=float,
+        nargs=2,
+        metavar=("UNIT", "PARAMETER"),
+        help="what each takes of the host in a step, as python -m fsdp_c.host_cost says (default: measured here)",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="where the ranks will compute (default: as here)")
     return parser
 
@@ -159,6 +174,13 @@ def _plan(module: nn.Module, args: argparse.Namespace) -> Summary:
         backward_prefetch_limit=args.backward_prefetch_limit,
         forward_prefetch_limit=args.forward_prefetch_limit,
     )
+
+
+def _host_bound(planned: Summary, args: argparse.Namespace) -> str:
+    cost = host_cost.measure() if args.host_us is None else host_cost.HostCost(*args.host_us)
+    bound = planned.host_bound(cost, tokens=args.tokens, flops=args.tflops * 1e12)
+    text = f"with {args.tokens:,} tokens per rank at {args.tflops:g} TFLOP/s, {bound}"
+    return textwrap.fill(text, TEXT_WIDTH)
 
 
 def _policy(module: nn.Module, names: Sequence[str] | None, min_numel: int | None) -> Policy | None:

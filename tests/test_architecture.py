@@ -24,7 +24,7 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("training",),
     ("state",),
     ("checkpoint",),
-    ("api", "debug", "fully_sharded_data_parallel", "optim", "sharded_grad_scaler", "where", "wrap"),
+    ("api", "debug", "fully_sharded_data_parallel", "host_cost", "optim", "sharded_grad_scaler", "where", "wrap"),
     ("interop",),
     ("__init__", "__main__", "cli"),
 )

@@ -28,7 +28,7 @@ from fsdp_c.sharding.grouping import groups_of, precision_for
 from fsdp_c.sharding.sharded_module import PrefetchLimits, ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import Homes, Subtree, check_module, clean_name, clean_path, joined
 from fsdp_c.sharding.wrap import Policy, chosen_modules, homes_of_shared_params
-from fsdp_c.tools import step_memory
+from fsdp_c.tools import host_bound, step_memory
 
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
 
@@ -206,6 +206,24 @@ class Summary:
             "elements, below which an all-gather loses bandwidth: "
             f"on a network, wrap about {together} of them as one unit where memory allows"
         )
+
+    def host_bound(self, cost: host_bound.HostCost, *, tokens: int, flops: float) -> host_bound.HostBound:
+        """Which units leave the device waiting for the host, and from which size on they do not.
+
+        ``cost``: what ``fsdp_c.host_cost.measure()`` returns on the machine that will train. ``tokens``: of a rank's
+        batch; each meets each parameter once. ``flops``: floating-point operations that the device does per second,
+        which is less than its data sheet says. ``fsdp_c.tools.host_bound`` says what else is assumed. ``str()`` of the
+        result is a sentence. Raises ValueError for numbers that are not more than 0.
+        """
+        units: dict[int, host_bound.HostUnit] = {}  # segments are gathered with their unit
+        for index, unit in enumerate(self.units):
+            whole = unit.parent if unit.is_segment and unit.parent is not None else index
+            numel, num_params, is_trainable = units.get(whole, (0, 0, False))
+            units[whole] = host_bound.HostUnit(
+                numel + unit.numel, num_params + len(unit.names), is_trainable or unit.is_trainable
+            )
+        with_params = [unit for unit in units.values() if unit.num_params]
+        return host_bound.host_bound(with_params, cost, tokens=tokens, flops=flops)
 
     @functools.cached_property
     def _step(self) -> step_memory.StepMemory:
