@@ -15,7 +15,7 @@ TREES = 80
 
 
 def test_the_planned_peak_is_the_allocator_s_over_random_trees() -> None:
-    """Nested, frozen in part, several strategies, deeper prefetch, offloaded, and accumulated under no_sync."""
+    """Nested, frozen, of several strategies and dtypes, with deeper prefetch, offloaded, accumulated under no_sync."""
     command = [sys.executable, "-m", "tests.simulated_gpu.unit_trees", "0", str(TREES)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | timeline.environment())
     assert done.returncode == 0, done.stderr[-3000:]
