@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Value, are_disjoint, check_pickle, ints
 from fsdp_c.checkpoint.storage import check_archive
-from fsdp_c.sharding.traversal import FLAT_PARAM
+from fsdp_c.sharding.traversal import FLAT_PARAM, is_flat_param_name
 
 _INERT = {
     ("torch", "device"),
@@ -234,7 +234,7 @@ class Flat(NamedTuple):
 
 
 def is_flat(key: str) -> bool:
-    return key.rpartition(".")[2] == FLAT_PARAM
+    return is_flat_param_name(key.rpartition(".")[2])
 
 
 def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ranks: int) -> dict[str, Flat]:
@@ -242,6 +242,12 @@ def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ran
 
     ``flats``: by key, elements of the flat parameter, and of 16 bytes of it. Raises ValueError where they do not fit.
     """
+    further = sorted(key for key in flats if not key.endswith(FLAT_PARAM))
+    if further:
+        raise ValueError(
+            f"{further[0]} is one of several flat parameters of its unit, and which parameters lie in it these files do "
+            "not say: load them into the model, and save that as FULL_STATE_DICT or SHARDED_STATE_DICT"
+        )
     below: dict[str, list[str]] = {key: [] for key in flats}
     for name in shapes:
         owners = [key for key in flats if name.startswith(key.removesuffix(FLAT_PARAM))]

@@ -31,7 +31,8 @@ def flat_param_name(number: int) -> str:
 
 def is_flat_param_name(name: str) -> bool:
     """Whether a module's parameter of this name is a flat parameter."""
-    return name.removeprefix(FLAT_PARAM).lstrip("_").isdecimal() if name != FLAT_PARAM else True
+    rest = name.removeprefix(FLAT_PARAM)
+    return name.startswith(FLAT_PARAM) and (not rest or (rest[0] == "_" and rest[1:].isdecimal()))
 
 
 def clean_name(name: str) -> str:

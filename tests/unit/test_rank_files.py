@@ -9,7 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_c.checkpoint.metadata import Value
-from fsdp_c.checkpoint.rank_files import Sharded, put_together
+from fsdp_c.checkpoint.rank_files import Shape, Sharded, flat_places, is_flat, put_together
+from fsdp_c.sharding.traversal import is_flat_param_name
 
 WHOLE = torch.arange(12.0).view(4, 3)
 
@@ -61,3 +62,19 @@ def test_shards_of_a_mesh_of_one_dimension_are_in_order(layout: str) -> None:
 def test_a_mesh_of_another_size_than_the_files_is_refused() -> None:
     with pytest.raises(ValueError, match=r"on a mesh of \[2, 2\] in 2 files"):
         put_together("w", files(LAYOUTS["one shape"], [Replicate(), Shard(0)], list(WHOLE.chunk(2))))
+
+
+@pytest.mark.parametrize("name", ["_flat_param", "_flat_param_1", "_flat_param_12"])
+def test_flat_parameters_are_known_by_their_names(name: str) -> None:
+    assert is_flat_param_name(name) and is_flat(f"blocks.0.{name}")
+
+
+@pytest.mark.parametrize("name", ["0", "12", "_flat_param_", "_flat_param1", "_flat_param_x", "flat_param_1", "weight"])
+def test_other_parameters_are_not(name: str) -> None:
+    assert not is_flat_param_name(name) and not is_flat(name)
+
+
+def test_several_flat_parameters_of_a_unit_are_refused() -> None:
+    flats = {"0._flat_param": (4, 4), "0._flat_param_1": (6, 4)}
+    with pytest.raises(ValueError, match=r"^0\._flat_param_1 is one of several .* save that as FULL_STATE_DICT"):
+        flat_places(flats, {"0.weight": Shape((4,), (1,))}, 2)
