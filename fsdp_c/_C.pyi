@@ -286,6 +286,9 @@ class Runtime:
     def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
         """Validate the order of forwards in training mode from now on; ``names`` are those of each unit's parameters.
         In the first iteration across ranks (RuntimeError), later against the first (UserWarning, once)."""
+    def set_optional(self, pairs: list[tuple[Unit, Unit]], /) -> None:
+        """Units that a rank need not run in a step, each with the unit around it, which every rank runs and with which
+        it is gathered and reduced; both are of this root. In traversal order, once, before the first step."""
     def final_callback(self) -> None:
         """End of backward: wait for reductions, reshard what is left, hand the gradients over. Legal at any time on a
         root."""
@@ -306,8 +309,12 @@ DRY_RUN_GIVE_BACK: int
 
 # (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 under
 # NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it has parameters,
-# any of them is trained, and, where it is given, it is a segment)
-_DryRunUnit: TypeAlias = tuple[int, int, int, int, bool, bool, bool] | tuple[int, int, int, int, bool, bool, bool, bool]
+# any of them is trained, and, where that is given, it is a segment, and optional)
+_DryRunUnit: TypeAlias = (
+    tuple[int, int, int, int, bool, bool, bool]
+    | tuple[int, int, int, int, bool, bool, bool, bool]
+    | tuple[int, int, int, int, bool, bool, bool, bool, bool]
+)
 
 def dry_run(
     units: tuple[_DryRunUnit, ...],  # of one tree, an outer unit before its inner ones

@@ -42,6 +42,7 @@ from fsdp_c.interop import uninstall as uninstall
 from fsdp_c.sharded_grad_scaler import ShardedGradScaler as ShardedGradScaler
 from fsdp_c.sharding import flat_param
 from fsdp_c.sharding.flat_param import FlatParameter as FlatParameter
+from fsdp_c.sharding.optional import optional as optional
 from fsdp_c.state.full_params import iter_full_params as iter_full_params
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import plan as plan
@@ -68,8 +69,8 @@ __all__ = [
 ]
 
 _BESIDE_TORCHS = (  # what users use besides; submodules once they are imported
-    "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall plan "
-    "summary api checkpoint debug optim wrap"
+    "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall optional "
+    "plan summary api checkpoint debug optim wrap"
 ).split()
 
 _ALIASES = {  # second names of modules, which libraries, pickles and programs use

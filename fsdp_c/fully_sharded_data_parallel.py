@@ -45,6 +45,7 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.sharding import agreement, buffers, construction, grouping, materialization
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
+from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.segments import Segment
 from fsdp_c.sharding.sharded_module import (
     ShardedModule,
@@ -412,6 +413,7 @@ class FullyShardedDataParallel(ShardedModule):
                 module._handle.optimizer_in_backward = module._handle._has_optim_in_backward
         flight_recorder.keep(modules)
         runtime = _C.Runtime([module._unit for module in members])
+        runtime.set_optional(optional_units(modules))
         self._exec_order_data.bind(self, runtime)
         if self._debug_level == dist.DebugLevel.DETAIL:
             runtime.check_order([_param_names(*module) for module in modules], self.process_group, self.compute_device)
@@ -848,6 +850,7 @@ def _tree_error(
     try:
         for path, module in modules:
             _check_ready(module, clean_path(path) or type(root.module).__name__, is_root=module is root)
+        _check_required(root)
         for name in _HOMOGENEOUS_SETTINGS:
             _check_homogeneous(name, modules)
     except (AssertionError, RuntimeError, ValueError) as error:
@@ -884,6 +887,14 @@ def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> 
         raise RuntimeError(
             f"An FSDP-managed module unexpectedly has parameters on {flat_param.device}. Make sure to move the module "
             f"to {module.compute_device} before training: {where}"
+        )
+
+
+def _check_required(root: FullyShardedDataParallel) -> None:
+    if is_marked(root.module):
+        raise ValueError(
+            f"the outermost unit, {type(root.module).__name__} on rank {root.rank}, is marked by fsdp_c.optional(): "
+            "there is no unit around it with which it could be gathered; mark modules inside it instead"
         )
 
 

@@ -1,5 +1,6 @@
 #include "handle/flat_param.h"
 
+#include "torch/names.h"
 #include "torch/ref.h"
 #include "torch/tensor.h"
 
@@ -87,6 +88,17 @@ int flat_param_visit(const struct flat_param *param, visitproc visit, void *arg)
     Py_VISIT(param->tensor);
     Py_VISIT(param->params);
     Py_VISIT(param->slots);
+    return 0;
+}
+
+int flat_param_is_trainable(const struct flat_param *param) {
+    if (!param->use_orig_params)
+        return torch_requires_grad(param->tensor);
+    for (int64_t i = 0; i < param->num_params; i++) {
+        int requires_grad = torch_requires_grad(PyList_GetItem(param->params, i));
+        if (requires_grad)
+            return requires_grad;
+    }
     return 0;
 }
 

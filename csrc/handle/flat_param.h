@@ -81,6 +81,9 @@ PyObject *flat_param_fqn(const struct flat_param *param, int64_t index);
 /* One view per parameter over a flat tensor of unsharded values, below autograd. New tuple, or NULL. */
 PyObject *flat_param_views(const struct flat_param *param, PyObject *full);
 
+/* 1 when any parameter requires a gradient, 0 or -1. */
+int flat_param_is_trainable(const struct flat_param *param);
+
 /* Is the unsharded parameter given back after a forward, to be gathered again for the backward? */
 static inline bool flat_param_reshards_after_forward(const struct flat_param *param) {
     return param->strategy == FULL_SHARD || param->strategy == HYBRID_SHARD;

@@ -145,6 +145,17 @@ int gradients_receive(struct gradients *gradients, PyObject *args) {
     return 0;
 }
 
+int gradients_receive_nothing(struct gradients *gradients) {
+    if (gradients->pending || gradients->sum || *gradients_previous(gradients))
+        return 0;
+    Py_ssize_t count = (Py_ssize_t)gradients->param->num_params + 1;
+    PyObject *nothing = PyTuple_New(count);
+    for (Py_ssize_t i = 0; nothing && i < count; i++)
+        PyTuple_SetItem(nothing, i, Py_NewRef(Py_None));
+    gradients->pending = nothing;
+    return nothing ? 0 : -1;
+}
+
 /* ---- towards the reduction ---- */
 
 /* reduce_input = cast(total) / predivide; the total itself where the dtypes agree. Steals `total`. */

@@ -74,7 +74,8 @@ void gradients_check(const struct gradients *gradients); /* the invariant, where
 
 bool gradients_have_new(const struct gradients *gradients);
 int gradients_receive(struct gradients *gradients,
-                      PyObject *args); /* one contribution: the arguments of the node's backward */
+                      PyObject *args);                      /* one contribution: the arguments of the node's backward */
+int gradients_receive_nothing(struct gradients *gradients); /* where nothing is to be packed yet: zeros. 0 or -1 */
 int gradients_pack(
     struct gradients *gradients); /* what was received, and what no_sync left, becomes the reduction's input */
 /* Whether that is one pass over one contribution, as which another stream may make it; then what it reads is the caller's, in

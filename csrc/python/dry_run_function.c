@@ -7,12 +7,13 @@
 /* 0, or -1 with an exception. */
 static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
     long long parent, nbytes;
-    int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable, is_segment = 0;
+    int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable;
+    int is_segment = 0, is_optional = 0;
     if (!PyArg_ParseTuple(item,
-                          "LLiippp|p;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
-                          "has_params, is_trainable[, is_segment])",
+                          "LLiippp|pp;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
+                          "has_params, is_trainable[, is_segment[, is_optional]])",
                           &parent, &nbytes, &strategy, &backward_prefetch, &forward_prefetch, &has_params,
-                          &is_trainable, &is_segment))
+                          &is_trainable, &is_segment, &is_optional))
         return -1;
     if (index ? parent < 0 || parent >= index : parent != -1) {
         PyErr_Format(PyExc_ValueError, "unit %lld is inside unit %lld: outer units come first, and the root is one",
@@ -26,7 +27,8 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
                               forward_prefetch,
                               has_params,
                               is_trainable,
-                              is_segment};
+                              is_segment,
+                              is_optional};
     return 0;
 }
 

@@ -109,7 +109,31 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
     return none_or_error(runtime->order.validation ? 0 : -1);
 }
 
+/* (an optional unit, the unit around it) */
+static int add_optional(PyObject *pair) {
+    PyObject *object, *around_object;
+    if (!PyArg_ParseTuple(pair, "OO", &object, &around_object))
+        return -1;
+    struct unit *unit = unit_of(object), *around = unit ? unit_of(around_object) : NULL;
+    if (around)
+        optional_add(unit, around);
+    return around ? 0 : -1;
+}
+
+/* From the last to the first, as each comes before the others. */
+static PyObject *set_optional(PyObject *self, PyObject *pairs) {
+    if (!PyList_Check(pairs)) {
+        PyErr_Format(PyExc_TypeError, "expected a list of pairs, got %R", (PyObject *)Py_TYPE(pairs));
+        return NULL;
+    }
+    for (Py_ssize_t i = PyList_Size(pairs) - 1; i >= 0; i--)
+        if (add_optional(PyList_GetItem(pairs, i)) < 0)
+            return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
+    {"set_optional", set_optional, METH_O, NULL},
     {"check_order", check_order, METH_VARARGS, NULL},
     {"final_callback", final_callback, METH_NOARGS, NULL},
     {"recover", recover, METH_NOARGS, NULL},

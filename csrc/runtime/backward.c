@@ -17,6 +17,8 @@ static int prepare_part(struct unit *part) {
 static int prepare(struct unit *unit) {
     if (unit_unshard_for_backward(unit) < 0)
         return -1;
+    if (!unit->handle)
+        return 0;
     FOR_PARTS(part, unit)
         if (prepare_part(part) < 0)
             return -1;
@@ -36,7 +38,7 @@ static int pre_backward(struct unit *unit) {
         return -1;
     if (unit_set_phase(unit, PHASE_IN_STEP) < 0)
         return -1;
-    if (unit->handle && prepare(unit) < 0)
+    if (prepare(unit) < 0)
         return -1;
     unit->ran_pre_backward = true;
     unit->left_out = false;
@@ -82,6 +84,14 @@ static int post_backward_without_gradient(struct unit *unit) {
     return -1;
 }
 
+/* What has come is reduced with the unit around it, or added up under no_sync. */
+static int post_backward_of_optional(struct unit *part) {
+    if (optional_check_backward(part->leader ? part->leader : part) < 0)
+        return -1;
+    bool keeps = !part->sync_gradients && gradients_have_new(&part->handle->gradients);
+    return keeps ? keep_unsharded(part) : part->runtime->operations->post_backward_reshard(part);
+}
+
 static int post_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (runtime_queue_final_callback(unit->runtime) < 0)
@@ -90,6 +100,8 @@ static int post_backward(struct unit *unit) {
         return -1;
     if (gradients_call_param_hooks(&handle->gradients) < 0)
         return -1;
+    if (unit_around(unit))
+        return post_backward_of_optional(unit);
     if (!gradients_have_new(&handle->gradients))
         return post_backward_without_gradient(unit);
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
@@ -110,6 +122,8 @@ int unit_post_backward(struct unit *unit) {
     struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
     torch_set_grad_enabled(false);
     int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
+    if (!result && unit->optional.reached)
+        result = runtime_reduce_optional(unit);
     if (!result)
         result = post_backward(unit);
     torch_set_grad_enabled(enabled);

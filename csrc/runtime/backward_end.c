@@ -45,7 +45,8 @@ static int finalise_handle(struct unit *unit) {
 /* A synchronised backward that did not pass through a unit leaves nothing of its no_sync gradients unreduced either: an optimizer
  * may step next. Where the user calls the callback by hand, nothing is sent. */
 static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
-    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced)
+    if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced ||
+        unit_around(unit))
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;
@@ -62,7 +63,7 @@ static bool offloads(const struct runtime *runtime) {
 }
 
 static int finalise_units(struct runtime *runtime) {
-    if (runtime_finish_reduction(runtime) < 0)
+    if (runtime_finish_reduction(runtime) < 0 || runtime_reduce_all_optional(runtime) < 0)
         return -1;
     for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
         if (reduce_left_over(runtime, runtime->units[i]) < 0)

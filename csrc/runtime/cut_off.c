@@ -9,7 +9,7 @@
 #include "runtime/runtime.h"
 
 static bool is_told(const struct unit *unit) {
-    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached;
+    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached || unit->optional.around;
 }
 
 static int cut_off(struct unit *unit) {

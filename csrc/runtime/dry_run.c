@@ -15,6 +15,7 @@ struct actor {
     struct actor *parent, *previous, *next; /* beside it, inside the same unit */
     struct actor *first, *last;             /* inside it */
     bool has_inputs;                        /* that require gradients */
+    bool expected;                          /* its output does */
 };
 
 struct dry_run {
@@ -131,6 +132,21 @@ static int init_runtime(struct dry_run *run) {
     return result;
 }
 
+static bool is_optional(const struct dry_run *run, int64_t index) {
+    return index > 0 && run->tree->units[index].is_optional;
+}
+
+/* From the last to the first, as each is the first of its list. */
+static void join_optional(struct dry_run *run) {
+    for (int64_t i = run->tree->num_units - 1; i > 0; i--) {
+        int64_t around = run->tree->units[i].parent;
+        while (is_optional(run, around))
+            around = run->tree->units[around].parent;
+        if (is_optional(run, i))
+            optional_add(run->units[i], run->units[around]);
+    }
+}
+
 static PyObject *empty_tensor(void) {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *tensor = torch ? PyObject_CallMethod(torch, "empty", "i", 0) : NULL;
@@ -153,6 +169,7 @@ static int init(struct dry_run *run) {
     for (int64_t i = 0; i < run->tree->num_units; i++)
         if (init_actor(run, i) < 0)
             return -1;
+    join_optional(run);
     return 0;
 }
 
@@ -171,22 +188,32 @@ static void fini(struct dry_run *run) {
 
 static int forward(struct actor *actor) {
     struct dry_run *run = actor->run;
-    if (actor->unit.handle && unit_unshard_for_forward(&actor->unit) < 0)
+    if (unit_unshard_for_forward(&actor->unit) < 0)
         return -1;
     actor->has_inputs = run->requires_grad;
     run->requires_grad = run->requires_grad || actor->is->is_trainable;
     for (struct actor *inner = actor->first; inner; inner = inner->next)
         if (forward(inner) < 0)
             return -1;
-    unit_expect_backward(&actor->unit, run->requires_grad);
+    actor->expected = run->requires_grad;
+    unit_expect_backward(&actor->unit, actor->expected);
     return unit_reshard_after_forward(&actor->unit);
 }
 
-/* The output of a unit is that of the last unit inside, whose hook was there before. */
+static int begin_backward(struct actor *actor) {
+    bool begins = actor->unit.handle ? actor->unit.needs_pre_backward_unshard : actor->expected;
+    return begins ? unit_unshard_for_backward(&actor->unit) : 0;
+}
+
+/* The output of a unit is that of the last unit inside, whose hook was there before; but a unit around optional ones has its hook
+ * called before theirs. */
 static int pre_backward(struct actor *actor) {
+    bool comes_first = actor->unit.optional.first;
+    if (comes_first && begin_backward(actor) < 0)
+        return -1;
     if (actor->last && pre_backward(actor->last) < 0)
         return -1;
-    return actor->unit.needs_pre_backward_unshard ? unit_unshard_for_backward(&actor->unit) : 0;
+    return comes_first ? 0 : begin_backward(actor);
 }
 
 static int reshard_passed(struct dry_run *run) {
@@ -225,6 +252,9 @@ static int end_trained_backward(struct dry_run *run, struct unit *part) {
 static int post_backward(struct actor *actor) {
     if (!actor->unit.handle)
         return 0;
+    bool reached = actor->is->is_trainable && actor->unit.optional.reached;
+    if (reached && unit_reshard_optional(&actor->unit) < 0)
+        return -1;
     return actor->is->is_trainable ? end_trained_backward(actor->run, &actor->unit) : end_frozen_backward(actor);
 }
 
@@ -238,8 +268,16 @@ static int backward(struct actor *actor, bool begun) {
     return post_backward(actor);
 }
 
+static int finish_optional(struct dry_run *run) {
+    for (int64_t i = 0; i < run->runtime.num_units; i++)
+        if (run->units[i]->optional.reached && unit_reshard_optional(run->units[i]) < 0)
+            return -1;
+    return 0;
+}
+
 static int finish_backward(struct dry_run *run) {
-    if (runtime_reshard_units(&run->runtime) < 0 || schedule_end_backward(&run->runtime.schedule) < 0)
+    if (finish_optional(run) < 0 || runtime_reshard_units(&run->runtime) < 0 ||
+        schedule_end_backward(&run->runtime.schedule) < 0)
         return -1;
     for (int64_t i = 0; i < run->runtime.num_units; i++)
         if (handle_set_training_state(&run->actors[i].handle, USE_IDLE) < 0 || unit_end_step(run->units[i]) < 0)

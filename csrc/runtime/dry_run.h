@@ -20,6 +20,7 @@ struct dry_unit {
     enum sharding_strategy strategy;
     enum backward_prefetch backward_prefetch;
     bool forward_prefetch, has_params, is_trainable, is_segment;
+    bool is_optional; /* it is gathered with the unit around it that is not; it runs as all do */
 };
 
 struct dry_tree {

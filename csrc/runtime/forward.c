@@ -7,18 +7,6 @@
 
 /* ---- pre-forward ---- */
 
-/* 1 when any parameter of the handle requires grad. */
-static int is_trainable(const struct handle *handle) {
-    if (!handle->param.use_orig_params)
-        return torch_requires_grad(handle->param.tensor);
-    for (int64_t i = 0; i < handle->param.num_params; i++) {
-        int requires_grad = torch_requires_grad(PyList_GetItem(handle->param.params, i));
-        if (requires_grad)
-            return requires_grad;
-    }
-    return 0;
-}
-
 /* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in place (D-030). */
 static bool recomputing(const struct unit *unit) {
     if (unit->handle)
@@ -27,7 +15,7 @@ static bool recomputing(const struct unit *unit) {
 }
 
 static int attach_if_trainable(struct unit *part) {
-    int trainable = is_trainable(part->handle);
+    int trainable = flat_param_is_trainable(&part->handle->param);
     if (trainable < 0)
         return -1;
     return trainable ? unit_attach_views(part) : unit_detach_views(part);
@@ -46,7 +34,7 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     bool trains = false;
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
-        int trainable = is_trainable(handle);
+        int trainable = flat_param_is_trainable(&handle->param);
         if (trainable < 0 || handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 ||
             layer_calls_remove(&handle->layer_calls) < 0)
             return -1;
@@ -77,14 +65,15 @@ static int begin_forward(struct unit *unit) {
 /* Nothing marks the end of an iteration in evaluation. */
 static int validate_order(struct unit *unit) {
     struct order *order = &unit->runtime->order;
-    int training = order->validation ? unit_is_training(unit) : 0;
+    bool has_turn = unit->handle && !unit->optional.around;
+    int training = order->validation && has_turn ? unit_is_training(unit) : 0;
     return training > 0 ? order_validate(order, &unit->place) : training;
 }
 
 static int pre_forward(struct unit *unit, PyObject **args, PyObject **kwargs) {
     if (unit_precision_for_forward(unit) < 0)
         return -1;
-    if (unit->handle && (validate_order(unit) < 0 || unit_unshard_for_forward(unit) < 0))
+    if (validate_order(unit) < 0 || unit_unshard_for_forward(unit) < 0)
         return -1;
     if (unit_convert_inputs(unit, args, kwargs) < 0 || unit->runtime->operations->register_post_backward_hook(unit) < 0)
         return -1;
@@ -132,7 +121,7 @@ static void explain_error(const struct unit *unit, PyObject *error, PyObject *tr
 static void abandon_parts(struct unit *unit) {
     unit_set_prefetched(unit, false);
     FOR_PARTS(part, unit) {
-        unit_reshard(part, true);
+        unit_reshard(part, !unit->optional.around);
         handle_show_sharded(part->handle);
         handle_set_training_state(part->handle, USE_IDLE);
     }
@@ -147,6 +136,7 @@ static void abandon_forward(struct unit *unit) {
     explain_error(unit, value, traceback);
     PyErr_Clear();
     unit_set_phase(unit, PHASE_IDLE);
+    optional_abandon(unit);
     if (unit->handle)
         abandon_parts(unit);
     if (unit->is_root && !unit->runtime->callback_queued)

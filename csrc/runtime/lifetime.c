@@ -5,9 +5,19 @@
 
 /* ---- forward ---- */
 
-int unit_unshard_for_forward(struct unit *unit) {
+static int take_turn(struct unit *unit) {
+    if (unit->optional.around)
+        return optional_check_forward(unit);
     order_record_pre_forward(&unit->runtime->order, &unit->place);
-    if (unit_begin_step_alone(unit) < 0 || unit_gather_and_wait(unit) < 0)
+    return 0;
+}
+
+int unit_unshard_for_forward(struct unit *unit) {
+    if (!unit->handle)
+        return optional_begin_forward(unit);
+    if (take_turn(unit) < 0 || unit_begin_step_alone(unit) < 0 || unit_gather_and_wait(unit) < 0)
+        return -1;
+    if (optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
     return unit_prefetch(unit, USE_FORWARD);
@@ -31,7 +41,17 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     return handle_set_training_state(handle, USE_IDLE);
 }
 
+/* It may run again, and sends nothing. */
+static int hold(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (optional_hold(part) < 0 || handle_set_training_state(part->handle, USE_IDLE) < 0)
+            return -1;
+    return 0;
+}
+
 static int end_use(struct unit *unit) {
+    if (unit->optional.around)
+        return hold(unit);
     if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
         return -1;
     FOR_PARTS(part, unit)
@@ -41,7 +61,7 @@ static int end_use(struct unit *unit) {
 }
 
 int unit_reshard_after_forward(struct unit *unit) {
-    if (unit->handle && end_use(unit) < 0)
+    if ((unit->handle && end_use(unit) < 0) || optional_end_forward(unit) < 0)
         return -1;
     return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_settle(&unit->runtime->schedule) : 0;
 }
@@ -55,6 +75,10 @@ static int begin_backward(struct unit *part) {
 }
 
 int unit_unshard_for_backward(struct unit *unit) {
+    if (!unit->handle)
+        return optional_begin_backward(unit);
+    if (unit->optional.around && optional_check_backward(unit) < 0)
+        return -1;
     FOR_PARTS(part, unit)
         if (begin_backward(part) < 0)
             return -1;
@@ -62,6 +86,8 @@ int unit_unshard_for_backward(struct unit *unit) {
         return -1;
     unit_expect_backward(unit, false);
     unit_set_prefetched(unit, false);
+    if (optional_begin_backward(unit) < 0)
+        return -1;
     return unit_prefetch(unit, USE_BACKWARD_PRE);
 }
 
@@ -93,11 +119,28 @@ static int reshard_frozen_parts(struct unit *unit) {
 
 int unit_post_backward_reshard(struct unit *part) {
     struct unit *unit = part->leader ? part->leader : part;
+    if (unit->optional.around)
+        return optional_hold(part);
     if (unit_reshard_in_backward(part) < 0)
         return -1;
     if (is_last_part(part, unit) && (reshard_frozen_parts(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0))
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
+}
+
+static int reshard_parts(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (unit_reshard_in_backward(part) < 0)
+            return -1;
+    return schedule_give_back(&unit->runtime->schedule);
+}
+
+int unit_reshard_optional(struct unit *around) {
+    optional_reset(around);
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+        if (reshard_parts(unit) < 0)
+            return -1;
+    return 0;
 }
 
 int unit_reshard_only(struct unit *unit) {

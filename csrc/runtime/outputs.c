@@ -17,6 +17,24 @@ static int add_hook(PyObject *hooks, PyObject *hook) {
     return result;
 }
 
+/* Hooks are called in the order of insertion. */
+static int add_hook_before_others(PyObject *hooks, PyObject *hook) {
+    PyObject *others = PyDict_Copy(hooks);
+    PyObject *cleared = others ? PyObject_CallMethod(hooks, "clear", NULL) : NULL;
+    int result = cleared ? add_hook(hooks, hook) : -1;
+    PyObject *updated = result ? NULL : PyObject_CallMethod(hooks, "update", "O", others);
+    Py_XDECREF(others);
+    Py_XDECREF(cleared);
+    Py_XDECREF(updated);
+    return updated ? 0 : -1;
+}
+
+/* Where an optional unit inside has made the tensor, the unit around it has its parameters gathered first. */
+static int add_further_hook(PyObject *hooks, PyObject *hook) {
+    const struct unit *unit = hook_target(hook);
+    return unit && unit->optional.first ? add_hook_before_others(hooks, hook) : add_hook(hooks, hook);
+}
+
 /* Register on a tensor without hooks: what Tensor.register_hook does, without its Python. */
 static int hook_first(PyObject *tensor, PyObject *hook) {
     static PyObject *ordered_dict; /* owned for ever */
@@ -48,7 +66,7 @@ static int hook_tensor(PyObject *tensor, PyObject *hook, int64_t *hooked) {
     if (requires_grad <= 0)
         return requires_grad;
     PyObject *hooks = PyObject_GetAttr(tensor, torch_names._backward_hooks);
-    int result = !hooks ? -1 : hooks == Py_None ? hook_first(tensor, hook) : add_hook(hooks, hook);
+    int result = !hooks ? -1 : hooks == Py_None ? hook_first(tensor, hook) : add_further_hook(hooks, hook);
     (*hooked)++;
     Py_XDECREF(hooks);
     return result;

@@ -61,3 +61,51 @@ int runtime_drop_reduction(struct runtime *runtime) {
     runtime->reducing = NULL;
     return schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL); /* which is legal from everywhere */
 }
+
+/* ---- optional units ---- */
+
+static int reduce_part(struct unit *part) {
+    struct gradients *gradients = &part->handle->gradients;
+    optional_set_owes(part, false);
+    if (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 || gradients_prepare(gradients) < 0)
+        return -1;
+    if (runtime_finish_reduction(part->runtime) < 0 || gradients_receive_nothing(gradients) < 0)
+        return -1;
+    return runtime_pack(part->runtime, part) < 0 ? -1 : runtime_reduce(part->runtime, part);
+}
+
+static int end_part(struct unit *part) {
+    if (!part->optional.trains)
+        return 0;
+    if (part->sync_gradients)
+        return reduce_part(part);
+    optional_set_owes(part, true);
+    return 0;
+}
+
+/* Whether a unit ran, or has gradients, is not asked. */
+int runtime_reduce_optional(struct unit *around) {
+    if (unit_reshard_optional(around) < 0)
+        return -1;
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+        FOR_PARTS(part, unit)
+            if (end_part(part) < 0)
+                return -1;
+    return 0;
+}
+
+/* The backward has not come to the unit around it. */
+static int reduce_owed(struct unit *part) {
+    return part->optional.owes && part->sync_gradients ? reduce_part(part) : 0;
+}
+
+int runtime_reduce_all_optional(struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units && runtime->callback_queued; i++) {
+        struct unit *unit = runtime->units[i];
+        if (unit->optional.reached && runtime_reduce_optional(unit) < 0)
+            return -1;
+        if (!runtime->num_in_forward && reduce_owed(unit) < 0)
+            return -1;
+    }
+    return runtime_finish_reduction(runtime);
+}

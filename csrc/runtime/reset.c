@@ -15,6 +15,7 @@ static int reset(struct runtime *runtime) {
         struct handle *handle = unit->handle;
         if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
             continue; /* summon_full_params ends by itself */
+        optional_reset(unit);
         if (unit_unwatch_inputs(unit) < 0)
             return -1;
         if (handle) {

@@ -66,7 +66,11 @@ int runtime_final_callback(struct runtime *runtime);
 int runtime_pack(struct runtime *runtime, struct unit *unit);
 int runtime_reduce(struct runtime *runtime, struct unit *unit); /* what was packed; it is in flight from now on */
 int runtime_finish_reduction(struct runtime *runtime);          /* of the unit in flight, if there is one */
-int runtime_drop_reduction(struct runtime *runtime);            /* after an exception */
+int runtime_reduce_optional(
+    struct unit *around); /* the backward of the unit around them ends: zeros where nothing came */
+int runtime_reduce_all_optional(
+    struct runtime *runtime); /* the whole backward does: what was not, and what no_sync has left */
+int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 
 /* reset.c. 0 or -1 */
 int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */

@@ -10,6 +10,8 @@ static void check_unit(const struct unit *unit) {
     INVARIANT(unit->phase == PHASE_IDLE && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
     INVARIANT(!unit->place.prefetched && !unit->gather.pending);
     INVARIANT(!unit->reshard_hook);
+    INVARIANT(!unit->optional.open && !unit->optional.reached);
+    INVARIANT(!unit->optional.around || !unit->optional.first);
     order_check_place(&unit->runtime->order, &unit->place);
     INVARIANT(!handle || handle->training_state == USE_IDLE);
     INVARIANT(!handle || (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));

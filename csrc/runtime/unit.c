@@ -85,6 +85,7 @@ int unit_bind(struct unit *unit, struct runtime *runtime, int64_t index) {
 void unit_unbind(struct unit *unit) {
     unit->runtime = NULL;
     unit->is_root = false;
+    optional_unbind(&unit->optional);
     Py_CLEAR(unit->runtime_object);
 }
 

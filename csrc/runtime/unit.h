@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #include "handle/handle.h"
+#include "runtime/optional.h"
 #include "runtime/order.h"
 #include "runtime/schedule.h"
 #include "runtime/trace.h"
@@ -72,6 +73,7 @@ struct unit {
     int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
     struct order_place place;       /* in the order of units */
     struct gather_mark gather;      /* its last all-gather */
+    struct optional optional;       /* need it not run on every rank, or is it around units that need not? */
 };
 
 struct unit_spec {
@@ -82,6 +84,11 @@ struct unit_spec {
     bool full_precision_in_eval;
     int backward_prefetch;
 };
+
+/* Of a part of an optional unit: the unit around that; else NULL. */
+static inline struct unit *unit_around(const struct unit *part) {
+    return (part->leader ? part->leader : part)->optional.around;
+}
 
 /* The flat parameters of a unit: its own, then those of its segments. */
 #define FOR_PARTS(part, first) for (struct unit *part = (first); part; part = part->next_segment)
@@ -136,12 +143,14 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
  * said. */
-int unit_unshard_for_forward(struct unit *unit); /* and gather ahead what comes after it in the order */
+/* The unit, the optional ones that belong to it, and ahead what comes after it in the order. It may have no parameters. */
+int unit_unshard_for_forward(struct unit *unit);
 void unit_expect_backward(struct unit *unit, bool expected);
 int unit_reshard_after_forward(struct unit *unit);
 int unit_unshard_for_backward(struct unit *unit);
 int unit_reshard_in_backward(
     struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
+int unit_reshard_optional(struct unit *around);    /* its backward is over for the optional units that belong to it */
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
 int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from fsdp_c.sharding.common import tell
+from fsdp_c.sharding.optional import is_optional
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
 
@@ -36,6 +37,7 @@ class UnitPlan(NamedTuple):
     padded_numel: int
     mixed_precision: str
     use_orig_params: bool
+    is_optional: bool
 
     def needs(self) -> dict[str, object]:
         """What must be the same, in the order in which differences are looked for."""
@@ -46,6 +48,7 @@ class UnitPlan(NamedTuple):
             "dtype": self.dtype,
             "mixed_precision": self.mixed_precision,
             "padded number of elements": self.padded_numel,
+            "optional": self.is_optional,
         }
 
     def shown(self) -> dict[str, str]:
@@ -72,7 +75,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     may differ. RuntimeError on every rank, naming the first difference and which ranks have what.
     """
     sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
-    plan = [_unit_plan(path, module) for path, module in sharing]
+    plan = [_unit_plan(path, module, root) for path, module in sharing]
     digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
     groups = [group for group in (root.process_group, root._replicate_group) if group is not None and group.size() > 1]
     try:
@@ -87,7 +90,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     root._agreed_plan = digest
 
 
-def _unit_plan(path: str, module: ShardedModule) -> UnitPlan:
+def _unit_plan(path: str, module: ShardedModule, root: ShardedModule) -> UnitPlan:
     handle = handle_of(module)
     flat_param = handle.flat_param
     return UnitPlan(
@@ -99,6 +102,7 @@ def _unit_plan(path: str, module: ShardedModule) -> UnitPlan:
         handle.layout.padded_numel,
         f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
         module._use_orig_params,
+        is_optional(root, path),
     )
 
 

@@ -36,6 +36,7 @@ class StepUnit(NamedTuple):
     backward_prefetch_limit: int = 1
     forward_prefetch_limit: int = 1
     is_segment: bool = False  # of the unit at ``parent``
+    is_optional: bool = False
 
 
 class StepMemory(NamedTuple):
@@ -151,7 +152,7 @@ def _dry_run(
     return [[(kind, tree[place]) for kind, place in events] for events in lists]
 
 
-def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool]:
+def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool, bool]:
     return (
         -1 if unit.parent is None else places[unit.parent],
         unit.nbytes,
@@ -161,4 +162,5 @@ def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, in
         unit.has_params,
         unit.is_trainable,
         unit.is_segment,
+        unit.is_optional,
     )

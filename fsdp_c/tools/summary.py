@@ -25,6 +25,7 @@ from fsdp_c.compat.upstream import (
 from fsdp_c.sharding import construction
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
 from fsdp_c.sharding.grouping import groups_of, precision_for
+from fsdp_c.sharding.optional import is_optional
 from fsdp_c.sharding.sharded_module import PrefetchLimits, ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import Homes, Subtree, check_module, clean_name, clean_path, joined
 from fsdp_c.sharding.wrap import Policy, chosen_modules, homes_of_shared_params
@@ -65,6 +66,7 @@ class UnitSummary:
     backward_prefetch_limit: int = 1  # units gathered ahead; its root's count
     forward_prefetch_limit: int = 1
     tied: tuple[tuple[str, str], ...] = ()  # further names of its parameters, also in inner units: (further, name)
+    is_optional: bool = False  # a rank need not run it: it is gathered with the unit around it that is not optional
     is_segment: bool = False  # one more flat parameter of the unit at ``parent``, of another dtype or frozen
 
     @property
@@ -258,6 +260,7 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
         unit.backward_prefetch_limit,
         unit.forward_prefetch_limit,
         unit.is_segment,
+        unit.is_optional,
     )
 
 
@@ -276,17 +279,18 @@ def summary(module: nn.Module) -> Summary:
             f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first, or ask fsdp_c.plan() what "
             "wrapping would make of it"
         )
-    return Summary(tuple(_of_units(found)))
+    return Summary(tuple(_of_units(module, found)))
 
 
-def _of_units(found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
+def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
     places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
     roots: list[ShardedModule] = []
     for path, fsdp_module in found:
         enclosing = None if fsdp_module._enclosing is None else fsdp_module._enclosing()
         parent = None if enclosing is None else places.get(enclosing)
         roots.append(fsdp_module if parent is None else roots[parent])
-        yield _of_unit(fsdp_module, clean_path(path), parent, roots[-1]._exec_order_data)
+        unit = _of_unit(fsdp_module, clean_path(path), parent, roots[-1]._exec_order_data)
+        yield replace(unit, is_optional=is_optional(module, path))
 
 
 def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None, limits: PrefetchLimits) -> UnitSummary:
@@ -390,7 +394,7 @@ def plan(
     homes = homes_of_shared_params(tree, chosen)
     limits = {"backward_prefetch_limit": backward_prefetch_limit, "forward_prefetch_limit": forward_prefetch_limit}
     _check_limits(limits)
-    planner = _Planner({**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type, limits)
+    planner = _Planner(module, {**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type, limits)
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
 
@@ -426,6 +430,7 @@ class _Planner:
 
     def __init__(
         self,
+        root: nn.Module,
         chosen: dict[nn.Module, Kwargs],
         homes: Homes,
         ignored: set[nn.Parameter],
@@ -435,6 +440,7 @@ class _Planner:
         limits: dict[str, int],
     ) -> None:
         self.units: list[UnitSummary] = []
+        self._root = root
         self._chosen, self._homes, self._ignored = chosen, homes, ignored
         self._shards, self._replicas, self._device_type, self._limits = shards, replicas, device_type, limits
         self._added: set[nn.Module] = set()
@@ -477,6 +483,7 @@ class _Planner:
             backward_prefetch_limit=self._limits["backward_prefetch_limit"],
             forward_prefetch_limit=self._limits["forward_prefetch_limit"],
             tied=() if found is None else _tied(info for _, info in found.shared),
+            is_optional=is_optional(self._root, path),
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
 
@@ -613,7 +620,7 @@ def _cells(unit: UnitSummary, with_ranks: bool) -> dict[str, str]:
         "all-reduce": unit.all_reduce_nbytes,
     }
     cells = {
-        "module": unit.module,
+        "module": f"{unit.module}, optional" if unit.is_optional else unit.module,
         "parameters": f"{unit.numel:,}",
         "padding": f"{unit.padding:,}",
         "dtype": _dtypes(unit),

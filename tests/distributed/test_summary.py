@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from fsdp_c import _C, plan, summary
+from fsdp_c import _C, optional, plan, summary
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.distributed.test_collective_calls import calls
 from tests.models import WIDTH, Block, Net
@@ -64,6 +64,21 @@ def frozen_behind_a_stage() -> nn.Module:
     return stages
 
 
+def optional_blocks() -> nn.Module:
+    net = Net(4)
+    for index in (0, 2):
+        optional(net.blocks[index])
+    net.skip = frozenset({2})
+    return net
+
+
+def optional_stages() -> nn.Module:
+    """With units inside, of a root without parameters."""
+    stages = Stages()
+    optional(stages[1])
+    return stages
+
+
 UNITS = ModuleWrapPolicy({Block, Stage, nn.Sequential})
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "blocks": lambda: Net(4),
@@ -71,6 +86,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "frozen in the middle": frozen_in_the_middle,
     "frozen at the start": frozen_at_the_start,
     "frozen behind a stage": frozen_behind_a_stage,
+    "optional blocks": optional_blocks,
+    "optional stages": optional_stages,
 }
 SETTINGS: list[dict[str, Any]] = [
     {},
@@ -106,7 +123,12 @@ def measured_peak(model: FSDP, held_before: int) -> int:
     return _C.peak_unsharded_nbytes() - held_before
 
 
-MEASURED = [*((name, "FULL_SHARD") for name in MODELS), ("stages", "SHARD_GRAD_OP"), ("stages", "NO_SHARD")]
+MEASURED = [
+    *((name, "FULL_SHARD") for name in MODELS),
+    ("stages", "SHARD_GRAD_OP"),
+    ("stages", "NO_SHARD"),
+    ("optional blocks", "SHARD_GRAD_OP"),
+]
 
 
 @pytest.mark.parametrize(("name", "strategy"), MEASURED)

@@ -1,4 +1,4 @@
-/* links: runtime/lifetime.c runtime/ahead.c runtime/order.c handle/handle_state.c handle/transition.c */
+/* links: runtime/lifetime.c runtime/optional.c runtime/ahead.c runtime/order.c handle/handle_state.c handle/transition.c */
 #include <string.h>
 
 #include "harness.h"
@@ -144,6 +144,23 @@ int unit_precision_for_forward(struct unit *unit) {
 int unit_precision_for_backward(struct unit *unit) {
     (void)unit;
     return 0;
+}
+
+void unit_note_precision(struct unit *unit) {
+    (void)unit;
+}
+
+long long unit_rank(const struct unit *unit) {
+    (void)unit;
+    return 0;
+}
+
+int flat_param_is_trainable(const struct flat_param *param) {
+    (void)param;
+    return 1;
+}
+
+void PyErr_Clear(void) {
 }
 
 void order_validation_free(struct order_validation *validation) {
@@ -331,6 +348,38 @@ static void test_a_backward_within_a_forward_ends_for_its_own_units_alone(void) 
     runtime.num_in_forward = 0;
 }
 
+/* Units 1 and 2 belong to the root; whether they run, nothing tells. */
+static void optional_step(bool runs) {
+    optional_add(&units[2], &units[0]);
+    optional_add(&units[1], &units[0]);
+    CHECK_EQUAL(unit_unshard_for_forward(&units[0]), 0);
+    for (int i = runs ? 1 : 3; i < UNITS; i++) {
+        CHECK_EQUAL(unit_unshard_for_forward(&units[i]), 0);
+        end_forward(i, true);
+    }
+    end_forward(0, true);
+    strcat(said, " |");
+    CHECK_EQUAL(unit_unshard_for_backward(&units[0]), 0);
+    for (int i = UNITS - 1; i >= (runs ? 1 : 3); i--) {
+        CHECK_EQUAL(unit_unshard_for_backward(&units[i]), 0);
+        post_backward(i);
+    }
+    CHECK_EQUAL(unit_reshard_optional(&units[0]), 0);
+    post_backward(0);
+}
+
+static void test_optional_units_come_and_go_with_the_unit_around_them(void) {
+    for (int runs = 0; runs < 2; runs++) {
+        build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
+        optional_step(runs);
+        CHECK(it_said("gather0 gather1 gather2 gather3 free3 free1 free2 | "
+                      "gather1 gather2 gather3 free3 settle free1 settle free2 settle free0 settle"));
+        build(SHARD_GRAD_OP, PREFETCH_BACKWARD_POST, false);
+        optional_step(runs);
+        CHECK(it_said("gather0 gather1 gather2 gather3 | free3 settle free1 settle free2 settle free0 settle"));
+    }
+}
+
 int main(void) {
     RUN(test_full_shard_frees_each_unit_but_the_root_after_its_forward);
     RUN(test_without_a_backward_to_come_all_is_freed_and_nothing_held_back);
@@ -343,6 +392,7 @@ int main(void) {
     RUN(test_a_frozen_unit_is_given_back_once_amid_its_backward);
     RUN(test_a_backward_that_ends_leaves_nothing_gathered);
     RUN(test_a_backward_within_a_forward_ends_for_its_own_units_alone);
+    RUN(test_optional_units_come_and_go_with_the_unit_around_them);
     order_fini(&runtime.order);
     return 0;
 }

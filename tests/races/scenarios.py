@@ -18,6 +18,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import optional
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device
 
@@ -37,6 +38,8 @@ class Trainer:
         whole = Net(**(net or {}))
         if arguments.pop("segments", False):
             _make_segments(whole)
+        for index in arguments.pop("optional", []):
+            optional(whole.blocks[index])
         for index in hybrid:
             inner = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "use_orig_params": True}
             whole.blocks[index] = FSDP(whole.blocks[index], device_id=device(), **inner)
@@ -255,6 +258,19 @@ def write_after_evaluating(trainer: Trainer) -> None:
                 unit._flat_param.data.mul_(0.9)
 
 
+def leave_out_optional_units(trainer: Trainer) -> None:
+    """Other ones on each rank and in each step, with and without a backward, and none of them or all."""
+    net = trainer.model.module
+    for step in range(2):
+        for left_out in ({0}, {2}, {0, 2}, set()):
+            net.skip = frozenset(left_out if trainer.rank % 2 else {0, 2} - left_out)
+            with trainer.model.no_sync() if step else contextlib.nullcontext():
+                (trainer.forward() + trainer.forward()).backward()
+        with torch.no_grad():
+            trainer.forward()
+        trainer.step()
+
+
 # ---- by name
 
 Body = Callable[[Trainer], None]
@@ -328,7 +344,17 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "segments, SHARD_GRAD_OP": (accumulate, {"segments": True, "strategy": "SHARD_GRAD_OP"}),
     "segments, look at parameters": (look_at_parameters, {"segments": True, "limit_all_gathers": False}),
     "segments, raise in backward": (raise_in_backward, {"segments": True, "limit_all_gathers": False}),
+    "optional": (leave_out_optional_units, {"optional": [0, 2], "limit_all_gathers": False}),
+    "optional, SHARD_GRAD_OP, bf16, forward prefetch": (
+        leave_out_optional_units,
+        {"optional": [0, 2], "strategy": "SHARD_GRAD_OP", "mixed_precision": BF16, "forward_prefetch": True},
+    ),
+    "segments, optional": (
+        leave_out_optional_units,
+        {"optional": [0, 2], "segments": True, "limit_all_gathers": False},
+    ),
+    "offload, optional": (leave_out_optional_units, {"optional": [0, 2], "cpu_offload": CPUOffload(True)}),
 }
 
 
-HYBRID_SCENARIOS = ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload"]
+HYBRID_SCENARIOS = ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload", "optional"]

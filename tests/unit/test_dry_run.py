@@ -12,7 +12,7 @@ from fsdp_c import _C
 
 NAMES = {_C.DRY_RUN_GATHER: "gather", _C.DRY_RUN_TAKE: "take", _C.DRY_RUN_GIVE_BACK: "give"}
 PRE, POST = 1, 2
-Unit = tuple[int, int, int, int, bool, bool, bool]
+Unit = tuple[int, int, int, int, bool, bool, bool, bool, bool]
 
 
 def unit(
@@ -23,8 +23,9 @@ def unit(
     forward_prefetch: bool = False,
     has_params: bool = True,
     is_trainable: bool = True,
+    is_optional: bool = False,
 ) -> Unit:
-    return parent, nbytes, strategy, backward_prefetch, forward_prefetch, has_params, is_trainable
+    return parent, nbytes, strategy, backward_prefetch, forward_prefetch, has_params, is_trainable, False, is_optional
 
 
 def blocks(count: int, **settings: Any) -> tuple[Unit, ...]:
@@ -109,6 +110,20 @@ def test_a_root_without_parameters_holds_nothing_back_after_its_forward() -> Non
 def test_without_anything_to_train_there_is_no_backward_and_nothing_is_held_back() -> None:
     *_, forward, backward = run(blocks(1, is_trainable=False), has_streams=True)
     assert (forward, backward) == (words("gather0 take0 gather1 take1 give1 give0"), [])
+
+
+def test_optional_units_are_taken_and_given_back_with_the_unit_around_them() -> None:
+    """Also those inside an optional one; the unit around them need have nothing of its own."""
+    optional = {"is_optional": True}
+    units = (unit(-1, has_params=False), unit(0, **optional), unit(1, **optional), unit(0), unit(3, **optional))
+    *_, forward, backward = run(units)
+    inner = words("gather3 take3 gather4 take4 give3 give4")
+    assert forward == [*words("gather1 take1 gather2 take2"), *inner, *words("give1 give2")]
+    assert backward == [
+        *words("gather1 take1 gather2 take2"),
+        *words("gather3 take3 gather4 take4 give4 give3"),
+        *words("give1 give2"),
+    ]
 
 
 def test_what_is_there_already_is_neither_gathered_nor_taken() -> None:

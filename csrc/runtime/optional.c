@@ -1,0 +1,129 @@
+/* Optional units: see [Note: optional units] in optional.h. */
+#include "runtime/optional.h"
+
+#include "runtime/runtime.h"
+
+/* ---- life ---- */
+
+void optional_add(struct unit *unit, struct unit *around) {
+    unit->optional.around = around;
+    if (!unit->handle || unit->leader)
+        return;
+    unit->optional.next = around->optional.first;
+    around->optional.first = unit;
+}
+
+void optional_unbind(struct optional *optional) {
+    *optional = (struct optional){0};
+}
+
+/* ---- what an optional unit may do ---- */
+
+static int refuse(const struct unit *unit, const char *what) {
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: %s. An optional unit is gathered and reduced with %S, the unit around it, on every "
+        "rank: call it inside of that unit's forward, without changing between train() and eval() there, and "
+        "have what it returns reach the loss through that unit's outputs.",
+        unit_rank(unit), unit->name, what, unit->optional.around->name);
+    return -1;
+}
+
+/* A change of precision gives back what was gathered in another. */
+int optional_check_forward(const struct unit *unit) {
+    if (unit->optional.around->optional.open && unit->handle->storage.param_state != PARAM_SHARDED)
+        return 0;
+    return refuse(unit, "its forward is called where its parameters are not gathered");
+}
+
+int optional_check_backward(const struct unit *unit) {
+    if (unit->optional.around->optional.reached && unit->handle->storage.param_state != PARAM_SHARDED)
+        return 0;
+    return refuse(unit, "a gradient comes to it where its parameters are not gathered");
+}
+
+void optional_set_owes(struct unit *part, bool owes) {
+    part->optional.owes = owes;
+}
+
+static int reshard(struct unit *part, bool free_storage) {
+    return unit_reshard(part, free_storage) < 0 ? -1 : handle_show_sharded(part->handle);
+}
+
+int optional_hold(struct unit *part) {
+    return reshard(part, false);
+}
+
+/* ---- gathered with the unit around them ---- */
+
+static int gather(struct unit *unit, enum traced part) {
+    struct trace trace = trace_begin(part, unit->recorder_index);
+    int result = unit_gather(unit);
+    trace_end(trace);
+    return result;
+}
+
+int optional_begin_forward(struct unit *around) {
+    around->optional.open = around->optional.first != NULL;
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+        if (unit_precision_for_forward(unit) < 0 || gather(unit, TRACED_FORWARD_GATHER) < 0)
+            return -1;
+    return 0;
+}
+
+int optional_begin_backward(struct unit *around) {
+    around->optional.open = around->optional.reached = around->optional.first != NULL;
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+        if (unit_precision_for_backward(unit) < 0 || gather(unit, TRACED_BACKWARD_GATHER) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- after a forward ---- */
+
+static int reshard_parts(struct unit *unit, bool free_storage) {
+    FOR_PARTS(part, unit)
+        if (reshard(part, free_storage) < 0)
+            return -1;
+    return 0;
+}
+
+/* Whether this unit ran is not asked: a rank on which it did may need it in a backward. */
+static int note_forward(struct unit *unit) {
+    unit_note_precision(unit);
+    FOR_PARTS(part, unit) {
+        int trains = flat_param_is_trainable(&part->handle->param);
+        part->optional.trains = trains > 0;
+        if (trains < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int optional_end_forward(struct unit *around) {
+    bool expected = around->needs_pre_backward_unshard;
+    around->optional.open = false;
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next) {
+        const struct flat_param *param = &unit->handle->param; /* of one strategy with the segments */
+        bool keeps = param->sharded && !flat_param_reshards_after_forward(param);
+        if (torch_grad_enabled() && note_forward(unit) < 0)
+            return -1;
+        if (reshard_parts(unit, !(keeps && expected)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+/* ---- after an exception ---- */
+
+void optional_reset(struct unit *around) {
+    around->optional.open = around->optional.reached = false;
+}
+
+void optional_abandon(struct unit *around) {
+    around->optional.open = false;
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next) {
+        reshard_parts(unit, true);
+        PyErr_Clear();
+    }
+}

@@ -1,0 +1,699 @@
+"""Optional units: a rank that does not run one takes part in its collectives, and gives zeros for its gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_c
+import fsdp_c.checkpoint
+import fsdp_c.debug
+from fsdp_c import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.sharding.optional import is_marked
+from fsdp_c.wrap import ModuleWrapPolicy
+from tests.distributed.test_collective_calls import calls, counted
+from tests.distributed.test_execution_order import debug_level
+from tests.ranks import device, on_ranks
+from tests.storage import HELD_BACK, live_nbytes, live_nbytes_after_a_failure, settled_nbytes
+
+WIDTH, HIDDEN, EXPERTS, LAYERS = 5, 7, 3, 2
+TIMEOUT_S = 150
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Layer(nn.Module):
+    """Which experts run, and in which order, is said from outside. ``recompute``: "expert" or "experts"."""
+
+    def __init__(self, recompute: str | None, reentrant: bool) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.recompute, self.reentrant = recompute, reentrant
+
+    def run_expert(self, index: int, x: Tensor) -> Tensor:
+        if self.recompute == "expert":
+            return checkpoint(self.experts[index], x, use_reentrant=self.reentrant)
+        return self.experts[index](x)
+
+    def run_experts(self, x: Tensor, chosen: list[int]) -> Tensor:
+        for index in chosen:
+            x = x + self.run_expert(index, x)
+        return x
+
+    def forward(self, x: Tensor, chosen: list[int]) -> Tensor:
+        x = torch.tanh(self.mix(x))
+        if self.recompute == "experts":
+            return checkpoint(self.run_experts, x, chosen, use_reentrant=self.reentrant)
+        return self.run_experts(x, chosen)
+
+
+class Encoder(nn.Module):
+    """A modality: units inside it, and parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(Expert(), Expert())
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.stages(x) * self.scale
+
+
+class Program(NamedTuple):
+    """What one forward runs."""
+
+    encoder: int  # how often
+    layers: list[list[int]]  # which experts
+
+
+class Model(nn.Module):
+    """``recompute``: "layer" checkpoints whole layers; see Layer."""
+
+    def __init__(self, recompute: str | None = None, reentrant: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.encoder = Encoder()
+        self.layers = nn.ModuleList(Layer(recompute, reentrant) for _ in range(LAYERS))
+        self.recompute, self.reentrant = recompute, reentrant
+        if tied:
+            for layer in self.layers:
+                layer.experts[1].down.weight = layer.experts[0].down.weight
+
+    def forward(self, x: Tensor, program: Program) -> Tensor:
+        x = self.first(x)
+        for _ in range(program.encoder):
+            x = x + self.encoder(x)
+        for layer, chosen in zip(self.layers, program.layers, strict=True):
+            if self.recompute == "layer":
+                x = checkpoint(layer, x, chosen, use_reentrant=self.reentrant)
+            else:
+                x = layer(x, chosen)
+        return x
+
+
+def some_program(choose: random.Random, repeats: bool) -> Program:
+    """Some experts in any order, and perhaps none; with ``repeats`` some several times."""
+    layers = []
+    for _ in range(LAYERS):
+        count = choose.randrange(4)
+        layers.append(choose.choices(range(EXPERTS), k=count) if repeats else choose.sample(range(EXPERTS), count))
+    return Program(choose.randrange(3 if repeats else 2), layers)
+
+
+def mark(model: Model) -> Model:
+    fsdp_c.optional(model.encoder)
+    for layer in model.layers:
+        fsdp_c.optional(layer.experts)  # never called itself: what is in it is optional
+    return model
+
+
+class Options(NamedTuple):
+    wrapping: dict[str, Any]
+    model: dict[str, Any]
+    freeze: str | None = None
+    in_double: bool = False  # sums come in another order: a unit runs several times in a forward, or four ranks add up
+    steps: tuple[str, ...] = ("train", "train")
+
+
+class Run:
+    """Some steps, with experts and the encoder as optional units, or as part of the units around them."""
+
+    def __init__(self, options: Options, optional: bool, seed: int, rank: int) -> None:
+        torch.manual_seed(seed)
+        self.options = options
+        self.dtype = torch.float64 if options.in_double else torch.float32
+        is_inside = options.model["recompute"] != "layer"  # of a unit of the reference
+        net = Model(**(options.model | {"recompute": None} if is_inside and not optional else options.model))
+        net.to(self.dtype)
+        if options.freeze:
+            for name, param in net.named_parameters():
+                param.requires_grad_(options.freeze not in name)
+        kinds = {Layer, Expert, Encoder} if optional else {Layer}
+        wrapping = options.wrapping if optional else options.wrapping | {"use_orig_params": True}
+        self.model = FSDP(
+            mark(net) if optional else net, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=device(), **wrapping
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.programs = random.Random(f"{seed} {rank}")
+        self.data = torch.Generator(device=device()).manual_seed(100 * seed + rank)
+        self.trace: dict[str, Tensor] = {}
+
+    def record(self, label: str, value: Tensor) -> None:
+        self.trace[f"{len(self.trace)}: {label}"] = value.detach().clone()
+
+    def loss(self, program: Program | None = None) -> Tensor:
+        program = program or some_program(self.programs, self.options.in_double)
+        x = torch.randn(3, WIDTH, generator=self.data, device=device(), dtype=self.dtype)
+        loss = self.model(x, program).to(self.dtype).square().mean()
+        self.record(f"loss of {program}", loss)
+        return loss
+
+    def train(self) -> None:
+        self.loss().backward()
+
+    def accumulate(self) -> None:
+        with self.model.no_sync():
+            self.train()
+            self.train()
+        self.train()
+        self.train()
+
+    def two_forwards(self) -> None:
+        (self.loss() + self.loss()).backward()
+
+    def two_graphs(self) -> None:
+        first, second = self.loss(), self.loss()
+        second.backward()
+        first.backward()
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        with torch.no_grad():
+            self.loss()
+        self.model.train()
+        self.train()
+
+    def nobody(self) -> None:
+        """No rank runs any optional unit."""
+        self.loss(Program(0, [[]] * LAYERS)).backward()
+
+    def step(self, kind: str) -> None:
+        getattr(self, kind)()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with FSDP.summon_full_params(self.model, writeback=False):
+            for name, param in self.model.named_parameters():
+                self.record(f"{name} after {kind}", param)
+
+
+STEPS = ("train", "accumulate", "two_forwards", "two_graphs", "evaluate", "nobody")
+
+
+def check(options: Options, seed: int, rank: int) -> None:
+    """What comes out where they are part of the units around, whose unused parameters have zeros: the same bits."""
+    traces = []
+    for optional in (True, False):
+        run = Run(options, optional, seed, rank)
+        for kind in options.steps:
+            run.step(kind)
+        traces.append(run.trace)
+    assert traces[0].keys() == traces[1].keys()
+    for label, value in traces[0].items():
+        expected = traces[1][label]
+        same = torch.allclose(value, expected, rtol=1e-6) if options.in_double else torch.equal(value, expected)
+        assert same, f"{label}: {value} and {expected}, with {options}"
+
+
+PRECISIONS = {
+    "fp32": None,
+    "bf16": MixedPrecision(param_dtype=torch.bfloat16),
+    "reduce fp32": MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+}
+
+
+def some_options(choose: random.Random, in_double: bool = False, **wrapping: Any) -> Options:
+    if wrapping.get("use_orig_params") is None:
+        wrapping["use_orig_params"] = choose.random() < 0.6
+    in_double = in_double or choose.random() < 0.25
+    wrapping |= {
+        "mixed_precision": None if in_double else choose.choice(list(PRECISIONS.values())),
+        "backward_prefetch": choose.choice([BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]),
+        "forward_prefetch": choose.random() < 0.5,
+        "limit_all_gathers": choose.random() < 0.5,
+    }
+    no_shard = wrapping.get("sharding_strategy") is ShardingStrategy.NO_SHARD
+    wrapping["cpu_offload"] = CPUOffload(not no_shard and choose.random() < 0.25)
+    model = {
+        "recompute": choose.choice([None, None, "expert", "experts", "layer"]),
+        "reentrant": choose.random() < 0.5,
+        "tied": choose.random() < 0.3,  # a weight of two experts is the layer's, which every rank reduces once
+    }
+    if model["reentrant"] and model["recompute"] in ("expert", "experts"):  # a backward of its own: reduced in each
+        model["tied"] = False
+    freeze = choose.choice([None, None, "encoder", "experts.1", "up.bias"])  # a part of a unit: it has segments then
+    return Options(wrapping, model, freeze, in_double, tuple(choose.choices(STEPS, k=3)))
+
+
+TWO_RANKS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+FOUR_RANKS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+
+
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("strategy", TWO_RANKS, ids=lambda strategy: strategy.name)
+@on_ranks(2, timeout_s=TIMEOUT_S)
+def test_random_programs_have_the_values_of_zeros_from_ranks_that_skip(
+    rank: int, world_size: int, strategy: ShardingStrategy, part: int
+) -> None:
+    for seed in range(12 * part, 12 * part + 12):
+        check(some_options(random.Random(seed), sharding_strategy=strategy), seed, rank)
+
+
+@pytest.mark.parametrize("strategy", FOUR_RANKS, ids=lambda strategy: strategy.name)
+@on_ranks(4, timeout_s=TIMEOUT_S)
+def test_random_programs_on_four_ranks(rank: int, world_size: int, strategy: ShardingStrategy) -> None:
+    is_hybrid = strategy is not ShardingStrategy.FULL_SHARD
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard")) if is_hybrid else None
+    for seed in range(6):
+        options = some_options(
+            random.Random(seed), in_double=not is_hybrid, sharding_strategy=strategy, device_mesh=mesh
+        )
+        check(options, seed, rank)
+
+
+# ----------------------------------------------------------------- beside an unsharded model
+
+
+def optional_model(use_orig_params: bool = True, **wrapping: Any) -> FSDP:
+    torch.manual_seed(0)
+    return FSDP(
+        mark(Model()),
+        auto_wrap_policy=ModuleWrapPolicy({Layer, Expert, Encoder}),
+        device_id=device(),
+        use_orig_params=use_orig_params,
+        **wrapping,
+    )
+
+
+def batch(rank: int) -> Tensor:
+    return torch.randn(3, WIDTH, generator=torch.Generator("cpu").manual_seed(rank), device="cpu").to(device())
+
+
+NOTHING = Program(0, [[]] * LAYERS)
+EVERYTHING = Program(1, [[2, 0, 1]] * LAYERS)
+SOME = Program(0, [[1], [0, 2, 0]])
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@on_ranks(2)
+def test_gradients_are_the_average_with_zeros_of_ranks_that_skip(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = Model().to(device())
+    program = [EVERYTHING, SOME][rank]
+    plain(batch(rank), program).square().mean().backward()
+    model = optional_model()
+    model(batch(rank), program).square().mean().backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            dist.all_reduce(expected)
+            assert torch.equal(ours.grad, expected / world_size)
+
+
+@both_views
+@on_ranks(2)
+def test_gradients_of_what_no_rank_ran_are_zeros_and_add_up(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = optional_model(use_orig_params)
+    experts = [unit for unit in FSDP.fsdp_modules(model) if isinstance(unit.module, Expert)]
+    model(batch(rank), NOTHING).sum().backward()
+    assert len(experts) == 2 + LAYERS * EXPERTS
+    for unit in experts:
+        assert torch.equal(unit._flat_param.grad, torch.zeros_like(unit._flat_param))
+        assert all(param.grad is not None for param in unit.parameters() if param.numel())
+    for program in (EVERYTHING, NOTHING):
+        model(batch(rank), program).sum().backward()
+        grads = [unit._flat_param.grad.clone() for unit in experts]
+        if program is EVERYTHING:
+            before = grads
+    assert all(grad.any() and torch.equal(grad, earlier) for grad, earlier in zip(grads, before, strict=True))
+
+
+@on_ranks(2)
+def test_a_frozen_optional_unit_has_no_gradient(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    net = mark(Model())
+    net.encoder.requires_grad_(False)
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Encoder}), device_id=device(), use_orig_params=True)
+    with calls() as seen:
+        model(batch(rank), Program(rank, [[]] * LAYERS)).sum().backward()
+    assert net.encoder._flat_param.grad is None
+    assert counted(seen) == {"AG": 3, "RS": 1}  # the root, and the encoder twice
+
+
+# ----------------------------------------------------------------- the same collectives on all ranks
+
+
+def steps_of(model: FSDP, rank: int, programs: list[Program]) -> None:
+    def loss(step: int) -> Tensor:
+        return model(batch(rank), programs[(rank + step) % len(programs)]).square().mean()
+
+    loss(0).backward()
+    with model.no_sync():
+        loss(1).backward()
+    (loss(2) + loss(3)).backward()
+    with torch.no_grad():
+        loss(4)
+    loss(5)  # no backward follows
+    loss(6).backward()
+
+
+@pytest.mark.parametrize("strategy", TWO_RANKS, ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("prefetch", [True, False], ids=["ahead", "not ahead"])
+@on_ranks(2)
+def test_all_ranks_call_the_same_collectives(
+    rank: int, world_size: int, strategy: ShardingStrategy, prefetch: bool
+) -> None:
+    ahead = BackwardPrefetch.BACKWARD_PRE if prefetch else None
+    model = optional_model(sharding_strategy=strategy, forward_prefetch=prefetch, backward_prefetch=ahead)
+    with calls() as seen:
+        steps_of(model, rank, [NOTHING, EVERYTHING, SOME])
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, seen)
+    assert len(seen) > 10 and everyone[0] == everyone[1]
+
+
+@on_ranks(2)
+def test_they_are_gathered_and_reduced_with_the_unit_around(rank: int, world_size: int) -> None:
+    """Sizes tell units apart: a layer has 30 elements, an expert 77, the root 30."""
+    torch.manual_seed(0)
+    layer = Layer(None, False)
+    fsdp_c.optional(layer.experts)
+    model = FSDP(layer, auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device(), use_orig_params=True)
+    sizes = {unit._handle.layout.padded_numel for unit in FSDP.fsdp_modules(model)[1:]}
+    (expert,), around = sizes, model._handle.layout.padded_numel
+    with calls() as seen:
+        model(batch(rank), [[2], []][rank]).sum().backward()
+    gathers, reductions = [("AG", expert)] * EXPERTS, [("RS", expert)] * EXPERTS
+    assert seen == [("AG", around), *gathers, *gathers, *reductions, ("RS", around)]
+
+
+@on_ranks(2)
+def test_they_stay_gathered_under_shard_grad_op(rank: int, world_size: int) -> None:
+    model = optional_model(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
+    units = len(FSDP.fsdp_modules(model))
+    for program in (SOME, NOTHING):
+        with calls() as seen:
+            model(batch(rank), program).sum().backward()
+        assert counted(seen) == {"AG": units, "RS": units}
+
+
+@on_ranks(2)
+def test_only_those_of_one_unit_around_are_gathered_at_a_time(rank: int, world_size: int) -> None:
+    model = optional_model(forward_prefetch=False)
+    before, most = live_nbytes(), []
+    layers = model.module.layers
+    for layer in layers:
+        layer.module.mix.register_forward_hook(lambda *_: most.append(live_nbytes() - before))
+    model(batch(rank), NOTHING).sum().backward()
+
+    def nbytes(*units: Any) -> int:
+        return sum(unit._handle.layout.padded_numel * 4 for unit in units)
+
+    of_root = [model, model.module.encoder, *model.module.encoder.module.stages]
+    held = [nbytes(*of_root, layer, *layer.module.experts) for layer in layers]
+    held_back = [0, HELD_BACK * nbytes(layers[0].module.experts[2])]
+    assert most == [one + more for one, more in zip(held, held_back, strict=True)]
+    assert live_nbytes() == before
+
+
+# ----------------------------------------------------------------- without a mark
+
+
+@on_ranks(2)
+def test_without_a_mark_units_are_gathered_when_they_run(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = FSDP(Layer(None, False), auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device())
+    expert, around = (unit._handle.layout.padded_numel for unit in (model.module.experts[0], model))
+    with calls() as seen:
+        model(batch(rank), [1]).sum().backward()
+    assert seen == [("AG", around), ("AG", expert), ("AG", expert), ("RS", expert), ("RS", around)]
+
+
+@both_views
+@on_ranks(2)
+def test_a_mark_on_what_becomes_no_unit_changes_nothing(rank: int, world_size: int, use_orig_params: bool) -> None:
+    traces = []
+    for marked in (True, False):
+        torch.manual_seed(0)
+        net = mark(Model()) if marked else Model()
+        model = FSDP(
+            net, auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), use_orig_params=use_orig_params
+        )
+        with calls() as seen:
+            model(batch(rank), SOME).sum().backward()
+        traces.append((seen, [unit._flat_param.grad for unit in FSDP.fsdp_modules(model)]))
+    assert traces[0][0] == traces[1][0]
+    assert all(torch.equal(*grads) for grads in zip(traces[0][1], traces[1][1], strict=True))
+
+
+# ----------------------------------------------------------------- what else belongs to a step
+
+
+class Switch(nn.Module):
+    """Returns what the chosen expert returns, as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(fsdp_c.optional(nn.Sequential(Expert(), Expert())) for _ in range(2))
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, chosen: int) -> Tensor:
+        return self.experts[chosen](self.first(x))
+
+
+@on_ranks(2)
+def test_what_the_unit_around_returns_may_be_what_an_optional_one_does(rank: int, world_size: int) -> None:
+    grads = []
+    for kinds in ({Switch, nn.Sequential, Expert}, {Switch}):
+        torch.manual_seed(0)
+        model = FSDP(
+            Switch(),
+            auto_wrap_policy=ModuleWrapPolicy(kinds),
+            device_id=device(),
+            use_orig_params=True,
+        )
+        for step in range(3):
+            model(batch(rank), (rank + step) % 2).square().mean().backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            grads.append([param.grad.clone() for param in model.parameters()])
+    assert all(torch.equal(*each) for each in zip(*grads, strict=True))
+
+
+@on_ranks(2)
+def test_a_backward_inside_of_a_forward_reduces_what_it_came_to(rank: int, world_size: int) -> None:
+    grads = []
+    for program in (SOME, NOTHING):
+        model = optional_model()
+        layer = model.module.layers[0]
+
+        def train_layer(module: nn.Module, args: tuple[Any, ...], layer: Any = layer, runs: Any = program) -> None:
+            layer(batch(rank), [runs, NOTHING][rank].layers[1]).square().mean().backward()
+
+        handle = model.module.layers[1].register_forward_pre_hook(train_layer)
+        model(batch(rank), NOTHING)
+        handle.remove()
+        grads.append([unit._flat_param.grad for unit in FSDP.fsdp_modules(layer)])
+        assert all(grad is not None for grad in grads[-1])
+    assert any(grad.any() for grad in grads[0][1:]) and not any(grad.any() for grad in grads[1][1:])
+
+
+@on_ranks(2)
+def test_nobody_is_warned_of_what_did_not_run(rank: int, world_size: int) -> None:
+    with debug_level(dist.DebugLevel.DETAIL):  # validates the order of units
+        model = optional_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for program in (EVERYTHING, NOTHING, SOME, EVERYTHING):
+            for _ in range(2):
+                model(batch(rank), [NOTHING, program][rank]).sum().backward()
+
+
+@on_ranks(2)
+def test_optimizers_in_backward_step_on_all_ranks(rank: int, world_size: int) -> None:
+    models = [optional_model(), optional_model()]
+    _apply_optimizer_in_backward(torch.optim.SGD, models[0].parameters(), {"lr": 0.1, "weight_decay": 0.1})
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1, weight_decay=0.1)
+    for program in (SOME, NOTHING, EVERYTHING):
+        for model in models:
+            model(batch(rank), [program, NOTHING][rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@on_ranks(2)
+def test_communication_hooks_are_called_for_what_did_not_run(rank: int, world_size: int) -> None:
+    model = optional_model()
+    called = []
+
+    def reduce(state: None, full: Tensor, shard: Tensor) -> None:
+        called.append(bool(full.any()))
+        dist.reduce_scatter_tensor(shard, full)
+
+    model.register_comm_hook(None, reduce)
+    model(batch(rank), [SOME, NOTHING][rank]).sum().backward()
+    units = len(FSDP.fsdp_modules(model))
+    skipped = units - 3 - [3, 0][rank]
+    assert (len(called), called.count(False)) == (units, skipped)
+
+
+@on_ranks(2)
+def test_anomalies_of_one_rank_are_told_to_those_that_skip(rank: int, world_size: int) -> None:
+    model = optional_model()
+    with fsdp_c.debug.detect_anomalies(), pytest.raises(FloatingPointError, match=r"rank 1, .*experts.1"):
+        if rank:
+            model.module.layers[1].module.experts[1].module.down.register_full_backward_hook(
+                lambda *_: (torch.full((3, HIDDEN), math.nan, device=device()),)
+            )
+            loss = model(batch(rank), Program(0, [[], [1]])).sum()
+        else:
+            loss = model(batch(rank), NOTHING).sum()
+        loss.backward()
+
+
+@on_ranks(2)
+def test_state_dicts_and_checkpoints_are_those_of_any_unit(rank: int, world_size: int, tmp_path: Path) -> None:
+    model = optional_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for program in (SOME, NOTHING):
+        model(batch(rank), [program, NOTHING][rank]).square().mean().backward()
+        optimizer.step()
+    names = list(Model().state_dict())
+    assert list(model.state_dict()) == names
+    fsdp_c.checkpoint.save(model, optimizer, tmp_path / "saved")
+    other = FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Layer}), device_id=device(), use_orig_params=True)
+    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    fsdp_c.checkpoint.load(other, other_optimizer, tmp_path / "saved")
+    states = [model.state_dict(), other.state_dict()]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in names)
+    moments = [FSDP.optim_state_dict(*each)["state"] for each in ((model, optimizer), (other, other_optimizer))]
+    assert moments[0].keys() == moments[1].keys() == set(names)
+    for name in names:
+        assert torch.equal(moments[0][name]["exp_avg"], moments[1][name]["exp_avg"])
+
+
+@on_ranks(2)
+def test_an_expert_that_raises_may_be_left_out(rank: int, world_size: int) -> None:
+    """The layer catches it: the others run, and the step ends on all ranks."""
+    grads = []
+    for raises in (True, False):
+        model = optional_model()
+        expert = model.module.layers[0].module.experts[1]
+        if raises:
+            expert.module.register_forward_hook(raise_refused)
+        layer = model.module.layers[0].module
+        run = layer.run_expert
+        layer.run_expert = lambda index, x, run=run, raises=raises: run_or_zeros(run, index, x, raises)
+        model(batch(rank), Program(0, [[2, 1, 0], []])).square().mean().backward()
+        grads.append([unit._flat_param.grad for unit in FSDP.fsdp_modules(model)])
+    assert all(torch.equal(*each) for each in zip(*grads, strict=True))
+
+
+def run_or_zeros(run: Any, index: int, x: Tensor, raises: bool) -> Tensor:
+    if index == 1 and not raises:
+        return torch.zeros_like(x)
+    try:
+        return run(index, x)
+    except Refused:
+        return torch.zeros_like(x)
+
+
+class Refused(Exception):
+    pass
+
+
+def raise_refused(*_: Any) -> None:
+    raise Refused
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+@on_ranks(2)
+def test_after_an_exception_nothing_is_gathered_and_steps_go_on(rank: int, world_size: int, register: str) -> None:
+    before = settled_nbytes()
+    model = optional_model()
+    handle = getattr(model.module.layers[0].module.experts[1].module.down, register)(raise_refused)
+    with pytest.raises(Refused):
+        model(batch(rank), EVERYTHING).sum().backward()
+    handle.remove()
+    assert live_nbytes_after_a_failure(before) == before
+    model(batch(rank), SOME).sum().backward()
+    expected = optional_model()
+    expected(batch(rank), SOME).sum().backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert (ours.grad is None and theirs.grad is None) or torch.equal(ours.grad, theirs.grad)
+
+
+# ----------------------------------------------------------------- what is refused
+
+
+@on_ranks(2)
+def test_the_outermost_unit_cannot_be_optional(rank: int, world_size: int) -> None:
+    model = FSDP(fsdp_c.optional(Expert()), device_id=device())
+    with pytest.raises(ValueError, match=rf"outermost unit, Expert on rank {rank}, is marked by fsdp_c.optional"):
+        model(batch(rank))
+
+
+@on_ranks(2)
+def test_a_unit_is_marked_before_it_is_wrapped(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="Expert is wrapped already: mark it"):
+        fsdp_c.optional(FSDP(Expert(), device_id=device()))
+
+
+def test_only_modules_are_marked() -> None:
+    with pytest.raises(TypeError, match=r"expected an nn.Module but got list"):
+        fsdp_c.optional([Expert()])  # type: ignore[type-var]
+
+
+def test_a_mark_is_copied_with_its_module() -> None:
+    expert = Expert()
+    assert fsdp_c.optional(expert) is expert
+    copies = nn.ModuleList(copy.deepcopy(expert) for _ in range(2))
+    assert all(is_marked(one) for one in copies) and not is_marked(copies)
+    assert "optional" not in str(expert.state_dict().keys())
+
+
+@on_ranks(2)
+def test_ranks_that_mark_different_modules_are_told(rank: int, world_size: int) -> None:
+    net = Model()
+    if rank == 0:
+        fsdp_c.optional(net.layers[1].experts[0])
+    model = FSDP(net, auto_wrap_policy=ModuleWrapPolicy({Expert}), device_id=device())
+    with pytest.raises(RuntimeError, match=r"(?s)layers.1.experts.0.*optional.*True.*False"):
+        model(batch(rank), EVERYTHING)
+
+
+@on_ranks(2)
+def test_a_unit_runs_inside_the_forward_of_the_one_around(rank: int, world_size: int) -> None:
+    model = optional_model()
+    expert = model.module.layers[0].module.experts[1]
+    model(batch(rank), SOME).sum().backward()
+    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit Expert at 'layers.0.experts.1': its forward is called"):
+        expert(batch(rank))
+    model(batch(rank), SOME).sum().backward()  # goes on
+    model.module.layers[1].module.mix.register_forward_hook(lambda *_: expert(batch(rank)) and None)
+    with pytest.raises(RuntimeError, match=r"with Layer at 'layers.0', the unit around it"):
+        model(batch(rank), SOME)
+
+
+@on_ranks(2)
+def test_its_gradient_comes_through_the_outputs_of_the_one_around(rank: int, world_size: int) -> None:
+    model = optional_model()
+    kept: list[Tensor] = []
+    expert = model.module.layers[0].module.experts[1]
+    expert.register_forward_hook(lambda module, args, output: kept.append(output))
+    model(batch(rank), SOME)
+    with pytest.raises(RuntimeError, match="a gradient comes to it where its parameters are not gathered"):
+        kept[0].sum().backward()
+    model(batch(rank), SOME).sum().backward()  # goes on
