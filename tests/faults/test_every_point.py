@@ -41,6 +41,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "segments": {"segments": True, "use_orig_params": False},
     "checkpointed": {"checkpoint": True},
     "no_sync": {"no_sync": True, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "optional": {"optional": True, "no_sync": True},
 }
 
 
@@ -57,9 +58,11 @@ class Watched:
         comm_hook: bool = False,
         checkpoint: bool = False,
         no_sync: bool = False,
+        optional: bool = False,
         **arguments: Any,
     ) -> None:
         from fsdp_c import FullyShardedDataParallel
+        from fsdp_c import optional as mark
 
         torch.manual_seed(5)
         plain = Net(blocks=2)
@@ -69,6 +72,10 @@ class Watched:
             block.order = torch.nn.Parameter(torch.arange(5), requires_grad=False)
         if checkpoint:
             plain.blocks[1].up = checkpoint_wrapper(plain.blocks[1].up)
+        if optional:  # the first one runs
+            plain.blocks.append(Block())
+            plain.skip = frozenset({2})
+            mark(plain.blocks)
         self.points = Points()
         self.no_sync = no_sync
         self.model = FullyShardedDataParallel(
