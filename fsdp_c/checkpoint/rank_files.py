@@ -245,8 +245,8 @@ def flat_places(flats: dict[str, tuple[int, int]], shapes: dict[str, Shape], ran
     further = sorted(key for key in flats if not key.endswith(FLAT_PARAM))
     if further:
         raise ValueError(
-            f"{further[0]} is one of several flat parameters of its unit, and which parameters lie in it these files do "
-            "not say: load them into the model, and save that as FULL_STATE_DICT or SHARDED_STATE_DICT"
+            f"{further[0]} is one of several flat parameters of its unit, and these files do not say which parameters "
+            "lie in it: load them into the model, and save that as FULL_STATE_DICT or SHARDED_STATE_DICT"
         )
     below: dict[str, list[str]] = {key: [] for key in flats}
     for name in shapes:
