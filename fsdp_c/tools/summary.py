@@ -565,9 +565,11 @@ def _text(whole: Summary) -> Iterator[str]:
 
 
 def _memory(whole: Summary) -> str:
+    usual, without_sync = whole.peak_allocated_nbytes, whole.no_sync_peak_allocated_nbytes
+    more = f", or {_size(without_sync)} where gradients are accumulated under no_sync()" if without_sync > usual else ""
     return (
         f"per rank: {_size(whole.sharded_nbytes)} of parameters all the time, "
-        f"and at most {_size(whole.peak_allocated_nbytes)} unsharded in a training step"
+        f"and at most {_size(usual)} unsharded in a training step{more}"
     )
 
 

@@ -205,6 +205,9 @@ def test_under_no_sync_a_unit_that_stays_gathered_adds_to_those_that_come_and_go
     planned = fsdp_c.plan(net, world_size=2, auto_wrap_policy=policy, device_type="cpu")
     unit_nbytes = 4 * 8 * 8
     assert (planned.peak_allocated_nbytes, planned.no_sync_peak_allocated_nbytes) == (2 * unit_nbytes, 3 * unit_nbytes)
+    assert "at most 512 B unsharded in a training step, or 768 B where gradients are accumulated" in str(planned)
+    usual = fsdp_c.plan(net, world_size=2, auto_wrap_policy=LINEARS, device_type="cpu")
+    assert "accumulated" not in str(usual)
 
 
 def test_one_rank_gathers_nothing() -> None:
