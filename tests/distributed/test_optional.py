@@ -134,6 +134,7 @@ class Options(NamedTuple):
     model: dict[str, Any]
     freeze: str | None = None
     in_double: bool = False  # sums come in another order: a unit runs several times in a forward, or four ranks add up
+    full_precision_in_eval: bool = False
     steps: tuple[str, ...] = ("train", "train")
 
 
@@ -152,9 +153,10 @@ class Run:
                 param.requires_grad_(options.freeze not in name)
         kinds = {Layer, Expert, Encoder} if optional else {Layer}
         wrapping = options.wrapping if optional else options.wrapping | {"use_orig_params": True}
-        self.model = FSDP(
-            mark(net) if optional else net, auto_wrap_policy=ModuleWrapPolicy(kinds), device_id=device(), **wrapping
-        )
+        policy = ModuleWrapPolicy(kinds)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setenv("FSDP_USE_FULL_PREC_IN_EVAL", str(int(options.full_precision_in_eval)))
+            self.model = FSDP(mark(net) if optional else net, auto_wrap_policy=policy, device_id=device(), **wrapping)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.programs = random.Random(f"{seed} {rank}")
         self.data = torch.Generator(device=device()).manual_seed(100 * seed + rank)
@@ -253,7 +255,8 @@ def some_options(choose: random.Random, in_double: bool = False, **wrapping: Any
     if model["reentrant"] and model["recompute"] in ("expert", "experts"):  # a backward of its own: reduced in each
         model["tied"] = False
     freeze = choose.choice([None, None, "encoder", "experts.1", "up.bias"])  # a part of a unit: it has segments then
-    return Options(wrapping, model, freeze, in_double, tuple(choose.choices(STEPS, k=3)))
+    full_precision_in_eval = choose.random() < 0.3
+    return Options(wrapping, model, freeze, in_double, full_precision_in_eval, tuple(choose.choices(STEPS, k=3)))
 
 
 TWO_RANKS = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
