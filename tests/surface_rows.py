@@ -231,7 +231,7 @@ G-007 wrap::test_auto_wrap_over_a_unit_is_refused_and_names_it
 G-008 construction::test_hybrid_strategy_makes_the_pair_once_for_all_units
 G-009 wrap::test_batch_norm_becomes_a_unit_without_mixed_precision
     wrap::test_full_precision_module_answers_in_the_dtype_of_its_input
-G-010 wrap::test_partly_frozen_module_is_refused_and_both_kinds_are_named
+G-010 wrap::test_partly_frozen_module_of_several_flat_parameters_gives_no_warning
     wrap::test_partly_frozen_module_with_original_parameters_warns_of_its_gradients
 G-011 wrap::test_enable_wrap_builds_units_with_its_arguments
 G-020 construction::test_outer_unit_ignores_what_an_inner_one_ignores

@@ -157,6 +157,9 @@ int unit_reshard_only(struct unit *unit) {
 /* ---- the end of a backward ---- */
 
 bool unit_ends_with_backward(const struct unit *unit) {
+    if (unit->phase == PHASE_SUMMON_FULL_PARAMS ||
+        (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS))
+        return false; /* summon_full_params ends by itself */
     if (!unit->runtime->num_in_forward)
         return true;
     if (!unit->handle)

@@ -428,6 +428,10 @@ def test_the_final_callback_inside_summon_leaves_the_full_parameters(rank: int, 
     model = chain()
     traced_backward(model)
     with model.summon_full_params(model):
+        before = [layer.module.weight.detach().clone() for layer in model.module.layers]
         final_callback(model)
-        assert [tuple(layer.module.weight.shape) for layer in model.module.layers] == [(size, size) for size in SIZES]
+        after = [layer.module.weight for layer in model.module.layers]
+        assert [tuple(weight.shape) for weight in after] == [(size, size) for size in SIZES]
+        assert all(torch.equal(weight, was) for weight, was in zip(after, before, strict=True))
+        assert model.training_state.name == "SUMMON_FULL_PARAMS"
     assert traced_backward(model)
