@@ -58,17 +58,51 @@ int unit_pre_backward(struct unit *unit) {
 
 /* ---- post-backward ---- */
 
+static bool has_new(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (gradients_have_new(&part->handle->gradients))
+            return true;
+    return false;
+}
+
+static int reduce_part(struct unit *part) {
+    return runtime_pack(part->runtime, part) < 0 ? -1 : runtime_reduce(part->runtime, part);
+}
+
+/* Whether gradients have come to a segment on this rank is not asked: they may have on another one. */
+static int reduce_segment(struct unit *segment) {
+    struct gradients *gradients = &segment->handle->gradients;
+    int trains = flat_param_is_trainable(&segment->handle->param);
+    if (trains <= 0 && !gradients_have_new(gradients))
+        return trains;
+    if (runtime_finish_reduction(segment->runtime) < 0 || gradients_receive_nothing(gradients) < 0)
+        return -1;
+    return reduce_part(segment);
+}
+
+/* All parts, in one order on all ranks. */
+static int reduce_parts(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (reduce_segment(part) < 0)
+            return -1;
+    return 0;
+}
+
 static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
-    return runtime_pack(runtime, unit) < 0 ? -1 : runtime_reduce(runtime, unit);
+    return unit->next_segment ? reduce_parts(unit) : reduce_part(unit);
 }
 
 static int keep_unsharded(struct unit *unit) {
     if (unit->runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
-    return gradients_accumulate_unsharded(&unit->handle->gradients);
+    FOR_PARTS(part, unit)
+        if (gradients_have_new(&part->handle->gradients) &&
+            gradients_accumulate_unsharded(&part->handle->gradients) < 0)
+            return -1;
+    return 0;
 }
 
 /* A hook of the user's has set the flat parameter's `.grad` to None. */
@@ -85,24 +119,26 @@ static int post_backward_without_gradient(struct unit *unit) {
 }
 
 /* What has come is reduced with the unit around it, or added up under no_sync. */
-static int post_backward_of_optional(struct unit *part) {
-    if (optional_check_backward(part->leader ? part->leader : part) < 0)
+static int post_backward_of_optional(struct unit *unit) {
+    if (optional_check_backward(unit) < 0)
         return -1;
-    bool keeps = !part->sync_gradients && gradients_have_new(&part->handle->gradients);
-    return keeps ? keep_unsharded(part) : part->runtime->operations->post_backward_reshard(part);
+    return unit->sync_gradients ? unit->runtime->operations->post_backward_reshard(unit) : keep_unsharded(unit);
+}
+
+static int end_gradients(struct unit *part) {
+    struct gradients *gradients = &part->handle->gradients;
+    return gradients_prepare(gradients) < 0 ? -1 : gradients_call_param_hooks(gradients);
 }
 
 static int post_backward(struct unit *unit) {
-    struct handle *handle = unit->handle;
-    if (runtime_queue_final_callback(unit->runtime) < 0)
+    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_end_use_in_backward(unit) < 0)
         return -1;
-    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || gradients_prepare(&handle->gradients) < 0)
-        return -1;
-    if (gradients_call_param_hooks(&handle->gradients) < 0)
-        return -1;
-    if (unit_around(unit))
+    FOR_PARTS(part, unit)
+        if (end_gradients(part) < 0)
+            return -1;
+    if (unit->optional.around)
         return post_backward_of_optional(unit);
-    if (!gradients_have_new(&handle->gradients))
+    if (!has_new(unit))
         return post_backward_without_gradient(unit);
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
 }
@@ -116,7 +152,7 @@ static int log_post_backward(const struct unit *unit) {
 }
 
 int unit_post_backward(struct unit *unit) {
-    if (!unit->runtime || !unit->handle || !gradients_have_new(&unit->handle->gradients))
+    if (!unit->runtime || !unit->handle || !has_new(unit))
         return 0;
     bool enabled = torch_grad_enabled();
     struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);

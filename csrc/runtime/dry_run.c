@@ -110,7 +110,6 @@ static int init_actor(struct dry_run *run, int64_t index) {
         .forward_prefetch = is->forward_prefetch,
         .is_root = index == 0,
         .sync_gradients = true,
-        .views_attached = is->is_trainable,
         .recorder_index = -1,
     };
     order_place_init(&actor->unit.place, index);
@@ -239,23 +238,17 @@ static int end_frozen_backward(struct actor *actor) {
     return 0;
 }
 
-/* The unit's own part is the last one to have its gradients. */
-static int end_trained_backward(struct dry_run *run, struct unit *part) {
-    if (part->next_segment && end_trained_backward(run, part->next_segment) < 0)
-        return -1;
-    if (!part->views_attached)
-        return 0;
-    return handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 ? -1
-                                                                          : run->operations.post_backward_reshard(part);
-}
-
 static int post_backward(struct actor *actor) {
     if (!actor->unit.handle)
         return 0;
     bool reached = actor->is->is_trainable && actor->unit.optional.reached;
     if (reached && unit_reshard_optional(&actor->unit) < 0)
         return -1;
-    return actor->is->is_trainable ? end_trained_backward(actor->run, &actor->unit) : end_frozen_backward(actor);
+    if (!actor->is->is_trainable)
+        return end_frozen_backward(actor);
+    if (unit_end_use_in_backward(&actor->unit) < 0)
+        return -1;
+    return actor->run->operations.post_backward_reshard(&actor->unit);
 }
 
 /* `begun`: the gradient of its output has come. */

@@ -14,33 +14,35 @@ static bool recomputing(const struct unit *unit) {
     return unit->ran_pre_backward && unit->runtime->callback_queued;
 }
 
-static int attach_if_trainable(struct unit *part) {
-    int trainable = flat_param_is_trainable(&part->handle->param);
-    if (trainable < 0)
-        return -1;
-    return trainable ? unit_attach_views(part) : unit_detach_views(part);
+/* 1 when any parameter of the unit requires grad. */
+static int is_trainable(struct unit *unit) {
+    int trainable = 0;
+    FOR_PARTS(part, unit)
+        if (!trainable)
+            trainable = flat_param_is_trainable(&part->handle->param);
+    return trainable;
 }
 
 int unit_register_post_backward_hook(struct unit *unit) {
     if (!unit->handle)
         return 0;
-    FOR_PARTS(part, unit)
-        if (attach_if_trainable(part) < 0)
-            return -1;
-    return 0;
+    int trainable = is_trainable(unit);
+    if (trainable < 0)
+        return -1;
+    return trainable ? unit_attach_views(unit) : unit_detach_views(unit);
 }
 
 static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
-    bool trains = false;
     FOR_PARTS(part, unit) {
         struct handle *handle = part->handle;
-        int trainable = flat_param_is_trainable(&handle->param);
-        if (trainable < 0 || handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 ||
+        if (handle_wrap_views(handle) < 0 || handle_show_views(handle) < 0 ||
             layer_calls_remove(&handle->layer_calls) < 0)
             return -1;
-        trains = trains || trainable;
     }
-    return trains ? 0 : unit_watch_inputs(unit, args, kwargs);
+    int trainable = is_trainable(unit);
+    if (trainable < 0)
+        return -1;
+    return trainable ? 0 : unit_watch_inputs(unit, args, kwargs);
 }
 
 static int set_training_states(struct unit *unit, enum training_state state) {

@@ -43,8 +43,10 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
 
 /* It may run again, and sends nothing. */
 static int hold(struct unit *unit) {
+    if (optional_hold(unit) < 0)
+        return -1;
     FOR_PARTS(part, unit)
-        if (optional_hold(part) < 0 || handle_set_training_state(part->handle, USE_IDLE) < 0)
+        if (handle_set_training_state(part->handle, USE_IDLE) < 0)
             return -1;
     return 0;
 }
@@ -68,19 +70,13 @@ int unit_reshard_after_forward(struct unit *unit) {
 
 /* ---- backward ---- */
 
-/* A segment whose gradients have not come in an earlier graph of this backward waits for them still. */
-static int begin_backward(struct unit *part) {
-    bool waits = part->leader && part->handle->training_state == USE_BACKWARD_PRE;
-    return waits ? 0 : handle_set_training_state(part->handle, USE_BACKWARD_PRE);
-}
-
 int unit_unshard_for_backward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_backward(unit);
     if (unit->optional.around && optional_check_backward(unit) < 0)
         return -1;
     FOR_PARTS(part, unit)
-        if (begin_backward(part) < 0)
+        if (handle_set_training_state(part->handle, USE_BACKWARD_PRE) < 0)
             return -1;
     if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
@@ -98,47 +94,32 @@ int unit_reshard_in_backward(struct unit *unit) {
     return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 
-/* Autograd comes to the oldest node last: then it is through with the unit. */
-static bool is_last_part(const struct unit *part, struct unit *unit) {
-    FOR_PARTS(first, unit)
-        if (first->views_attached)
-            return first == part;
-    return true;
-}
-
-/* Parts that are frozen have no gradients to wait for: they go with the last one. */
-static int reshard_frozen_parts(struct unit *unit) {
-    FOR_PARTS(part, unit) {
-        bool waits = !part->views_attached && part->handle->training_state == USE_BACKWARD_PRE;
-        if (waits &&
-            (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 || unit_reshard_in_backward(part) < 0))
+int unit_end_use_in_backward(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0)
             return -1;
-    }
     return 0;
-}
-
-int unit_post_backward_reshard(struct unit *part) {
-    struct unit *unit = part->leader ? part->leader : part;
-    if (unit->optional.around)
-        return optional_hold(part);
-    if (unit_reshard_in_backward(part) < 0)
-        return -1;
-    if (is_last_part(part, unit) && (reshard_frozen_parts(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0))
-        return -1;
-    return schedule_give_back(&unit->runtime->schedule);
 }
 
 static int reshard_parts(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (unit_reshard_in_backward(part) < 0)
             return -1;
+    return 0;
+}
+
+int unit_post_backward_reshard(struct unit *unit) {
+    if (unit->optional.around)
+        return optional_hold(unit);
+    if (reshard_parts(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
+        return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }
 
 int unit_reshard_optional(struct unit *around) {
     optional_reset(around);
     for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
-        if (reshard_parts(unit) < 0)
+        if (reshard_parts(unit) < 0 || schedule_give_back(&unit->runtime->schedule) < 0)
             return -1;
     return 0;
 }
@@ -147,7 +128,7 @@ int unit_reshard_only(struct unit *unit) {
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
     struct trace trace = trace_begin(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
-    int result = handle_set_training_state(unit->handle, USE_BACKWARD_POST);
+    int result = unit_end_use_in_backward(unit);
     if (!result)
         result = unit->runtime->operations->post_backward_reshard(unit);
     trace_end(trace);

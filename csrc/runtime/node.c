@@ -8,25 +8,53 @@ static PyObject *apply; /* owned for ever; the function class's C apply: torch's
 
 /* ---- the function's two methods ---- */
 
-/* forward(context, anchor, token) -> the unit's views. The frozen ones among them get no gradient. */
-static PyObject *frozen_views(const struct handle *handle) {
-    PyObject *frozen = NULL;
-    for (int64_t i = 0; handle->param.use_orig_params && i < handle->param.num_params; i++) {
-        int requires_grad = torch_requires_grad(PyList_GetItem(handle->param.params, i));
-        if (requires_grad > 0)
+/* forward(context, anchor, token) -> the views of all parts of the unit. The frozen ones among them get no gradient. */
+static int requires_grad(const struct flat_param *param, int64_t i) {
+    return torch_requires_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
+}
+
+static int append(PyObject **list, PyObject *item) {
+    if (!*list && !(*list = PyList_New(0)))
+        return -1;
+    return PyList_Append(*list, item);
+}
+
+/* `*frozen`: NULL, or a list. A flat parameter alone is never frozen here. */
+static int add_frozen(const struct unit *part, bool is_alone, PyObject **frozen) {
+    const struct flat_param *param = &part->handle->param;
+    for (int64_t i = 0; (param->use_orig_params || !is_alone) && i < param->num_params; i++) {
+        int trains = requires_grad(param, i);
+        if (trains > 0)
             continue;
-        if (requires_grad < 0 || (!frozen && !(frozen = PyList_New(0))))
-            return NULL;
-        if (PyList_Append(frozen, PyTuple_GetItem(handle->storage.copy->views, i)) < 0) {
-            Py_DECREF(frozen);
-            return NULL;
-        }
+        if (trains < 0 || append(frozen, PyTuple_GetItem(part->handle->storage.copy->views, i)) < 0)
+            return -1;
     }
-    if (!frozen)
-        return Py_NewRef(Py_None);
-    PyObject *tuple = PyList_AsTuple(frozen);
-    Py_DECREF(frozen);
+    return 0;
+}
+
+/* New tuple, None where there is none, or NULL. */
+static PyObject *frozen_views(struct unit *unit) {
+    PyObject *frozen = NULL, *tuple = NULL;
+    int result = 0;
+    FOR_PARTS(part, unit)
+        if (!result)
+            result = add_frozen(part, !unit->next_segment, &frozen);
+    if (!result)
+        tuple = frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
+    Py_XDECREF(frozen);
     return tuple;
+}
+
+/* New reference. */
+static PyObject *all_views(struct unit *unit) {
+    PyObject *views = Py_NewRef(unit->handle->storage.copy->views);
+    FOR_PARTS(part, unit->next_segment)
+        if (views) {
+            PyObject *longer = PySequence_Concat(views, part->handle->storage.copy->views);
+            Py_DECREF(views);
+            views = longer;
+        }
+    return views;
 }
 
 static PyObject *node_forward(PyObject *self, PyObject *args) {
@@ -39,11 +67,11 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         return NULL;
     if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
         return NULL;
-    if (!(frozen = frozen_views(unit->handle)))
+    if (!(frozen = frozen_views(unit)))
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
-    return result < 0 ? NULL : Py_NewRef(unit->handle->storage.copy->views);
+    return result < 0 ? NULL : all_views(unit);
 }
 
 /* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
@@ -65,6 +93,27 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
     return 0;
 }
 
+/* `args`: anything, then the gradients of the part's views. */
+static int receive(struct unit *part, PyObject *args, bool *again) {
+    *again = *again || gradients_have_new(&part->handle->gradients);
+    return watch_unit(part, args) < 0 ? -1 : gradients_receive(&part->handle->gradients, args);
+}
+
+/* Each part has its own. */
+static int receive_parts(struct unit *unit, PyObject *args, bool *again) {
+    Py_ssize_t begin = 0;
+    FOR_PARTS(part, unit) {
+        Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
+        PyObject *own = PyTuple_GetSlice(args, begin, begin + 1 + count);
+        int result = own ? receive(part, own, again) : -1;
+        Py_XDECREF(own);
+        if (result < 0)
+            return -1;
+        begin += count;
+    }
+    return 0;
+}
+
 /* backward(context, *gradients) -> (None, None) */
 static PyObject *node_backward(PyObject *self, PyObject *args) {
     (void)self;
@@ -81,11 +130,9 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
     int result = refuse_double_backward(unit, args);
     if (!result) /* under the stream that made the gradients, after which the anchor's hook comes */
         result = stream_follow(&unit->runtime->schedule.streams);
+    bool again = false;
     if (!result)
-        result = watch_unit(unit, args);
-    bool again = gradients_have_new(&unit->handle->gradients);
-    if (!result)
-        result = gradients_receive(&unit->handle->gradients, args);
+        result = unit->next_segment ? receive_parts(unit, args, &again) : receive(unit, args, &again);
     if (!result && again) /* the earlier ones were added up here, and may have been made under another stream */
         result = stream_give_back(&unit->runtime->schedule.streams);
     return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
@@ -172,16 +219,26 @@ fail:
     return -1;
 }
 
+static int forget_hooks_of(PyObject *views) {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(views); i++) {
+        PyObject *view = PyTuple_GetItem(views, i);
+        PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
+        int result = hooks ? 0 : -1;
+        if (hooks && hooks != Py_None)
+            result = PyObject_SetAttr(view, torch_names._backward_hooks, Py_None);
+        Py_XDECREF(hooks);
+        if (result < 0)
+            return -1;
+    }
+    return 0;
+}
+
 /* Hooks of the user's on a view belong to the node of their forward; torch would not tell the next one of more of them. */
 static int forget_hooks(struct unit *unit) {
     int registered = torch_hooks_registered_since(&unit->hooks_seen);
-    for (Py_ssize_t i = 0; registered > 0 && i < PyTuple_Size(unit->handle->storage.copy->views); i++) {
-        PyObject *view = PyTuple_GetItem(unit->handle->storage.copy->views, i);
-        PyObject *hooks = PyObject_GetAttr(view, torch_names._backward_hooks);
-        if (!hooks || (hooks != Py_None && PyObject_SetAttr(view, torch_names._backward_hooks, Py_None) < 0))
+    FOR_PARTS(part, unit)
+        if (registered > 0 && forget_hooks_of(part->handle->storage.copy->views) < 0)
             registered = -1;
-        Py_XDECREF(hooks);
-    }
     if (registered < 0)
         Py_CLEAR(unit->hooks_seen);
     return registered < 0 ? -1 : 0;

@@ -50,10 +50,6 @@ static int reshard(struct unit *part, bool free_storage) {
     return unit_reshard(part, free_storage) < 0 ? -1 : handle_show_sharded(part->handle);
 }
 
-int optional_hold(struct unit *part) {
-    return reshard(part, false);
-}
-
 /* ---- gathered with the unit around them ---- */
 
 static int gather(struct unit *unit, enum traced part) {
@@ -86,6 +82,10 @@ static int reshard_parts(struct unit *unit, bool free_storage) {
         if (reshard(part, free_storage) < 0)
             return -1;
     return 0;
+}
+
+int optional_hold(struct unit *unit) {
+    return reshard_parts(unit, false);
 }
 
 /* Whether this unit ran is not asked: a rank on which it did may need it in a backward. */

@@ -55,6 +55,6 @@ void optional_reset(struct unit *around);   /* after an exception in a step: not
 int optional_check_forward(const struct unit *unit);
 int optional_check_backward(const struct unit *unit);
 void optional_set_owes(struct unit *unit, bool owes);
-int optional_hold(struct unit *part); /* of a unit that has run: it shows its shard, and stays gathered. 0 or -1 */
+int optional_hold(struct unit *unit); /* it has run: it shows its shard, and stays gathered. 0 or -1 */
 
 #endif

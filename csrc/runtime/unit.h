@@ -36,9 +36,9 @@ struct unit {
     PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
     struct handle *handle;   /* borrowed from handle_object */
     /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter. Then a unit has
-     * several: its own, and one for each of its segments. A segment is a struct unit too, with a handle, an anchor and a place among the
-     * runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and frees it. The unit's own parameters are
-     * trained if any are, and its node is the oldest: autograd comes to it last. */
+     * several: its own, and one for each of its segments. A segment is a struct unit too, with a handle and a place among the
+     * runtime's units, so that whatever goes over those finds it; but its unit gathers, shows and frees it. They share the unit's node:
+     * where a gradient comes to any part, all that are trained are reduced, in one order on all ranks. */
     struct unit *leader;       /* borrowed; of a segment: the unit that it is part of, else NULL */
     struct unit *next_segment; /* borrowed; the unit's first, then one another's; NULL at the end */
     PyObject *segments;        /* owned; tuple of Unit objects, or NULL */
@@ -151,6 +151,7 @@ int unit_unshard_for_backward(struct unit *unit);
 int unit_reshard_in_backward(
     struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
 int unit_reshard_optional(struct unit *around);    /* its backward is over for the optional units that belong to it */
+int unit_end_use_in_backward(struct unit *unit);   /* its gradients have come */
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
 int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid

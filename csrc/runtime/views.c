@@ -23,14 +23,21 @@ static int detach_copy(const struct precision_copy *copy, int64_t num_params) {
     return 0;
 }
 
+static int detach_handle(struct handle *handle) {
+    if (handle_unwrap_views(handle) < 0)
+        return -1;
+    for (int i = 0; i < PRECISIONS; i++)
+        if (detach_copy(&handle->storage.copies[i], handle->param.num_params) < 0)
+            return -1;
+    return 0;
+}
+
 int unit_detach_views(struct unit *unit) {
     if (!unit->views_attached || !unit->handle)
         return 0;
     unit->views_attached = false;
-    if (handle_unwrap_views(unit->handle) < 0)
-        return -1;
-    for (int i = 0; i < PRECISIONS; i++)
-        if (detach_copy(&unit->handle->storage.copies[i], unit->handle->param.num_params) < 0)
+    FOR_PARTS(part, unit)
+        if (detach_handle(part->handle) < 0)
             return -1;
     return 0;
 }
