@@ -81,6 +81,7 @@ class Row:
     free_host: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
     offload: bool = False  # parameters, gradients and the optimizer to the CPU
+    ahead: int = 1  # units that fsdp_c gathers ahead
 
 
 @dataclass
@@ -301,6 +302,7 @@ def table(results: list[Result], alone: Result) -> str:
     for each in results:
         prefetches = each.row.forward_prefetch and each.row.implementation != "torch.fsdp2"
         name = each.row.implementation + (", forward_prefetch" if prefetches else "")
+        name += f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
         times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
         lines.append(
             f"| {name} | {each.step_ms:.1f} | {each.step_ms / bound:.3f} | {each.allocated_MiB:.0f} | "
@@ -389,6 +391,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, nargs="+", default=[0], help="tokens of one sample (the model's own)")
     parser.add_argument("--batch", type=int, default=1, help="samples per GPU")
     parser.add_argument("--forward-prefetch", action="store_true", help="of FSDP1 and fsdp_c")
+    parser.add_argument(
+        "--ahead", type=int, default=1, metavar="N", help="units that fsdp_c gathers ahead, where it does (1)"
+    )
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(
         "--standard", action="store_true", help="a fixed choice of rows, one line each, with what holds fsdp_c up"
@@ -430,6 +435,7 @@ def main() -> None:
                     given.forward_prefetch,
                     given.free_host,
                     offload=given.offload,
+                    ahead=given.ahead,
                 )
                 for name in (ALONE, *given.impl)
             ]

@@ -93,7 +93,11 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     if row.implementation == "fsdp_c":
         # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
         torch.autograd.profiler._is_profiler_enabled = True
-    return fsdp1(row, model, device_mesh=mesh), parameters
+    wrapped: Any = fsdp1(row, model, device_mesh=mesh)
+    if row.implementation == "fsdp_c":
+        order = wrapped._exec_order_data
+        order._forward_prefetch_limit = order._backward_prefetch_limit = row.ahead
+    return wrapped, parameters
 
 
 def mesh_of(strategy: str, machine: dict[str, Any]) -> DeviceMesh | None:
