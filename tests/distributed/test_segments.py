@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp as torchs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recomputed
 
@@ -92,6 +93,10 @@ def quantised() -> Block:
     return Block(PackedLinear(), torch.float64)
 
 
+def qlora() -> Block:
+    return Block(PackedLinear(), torch.bfloat16)
+
+
 def frozen_dtypes() -> Block:
     return two_dtypes().requires_grad_(False)
 
@@ -107,8 +112,15 @@ class Model(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-KINDS = {"lora": lora, "two dtypes": two_dtypes, "quantised": quantised, "frozen dtypes": frozen_dtypes}
-NUM_FLAT = {"lora": 2, "two dtypes": 2, "quantised": 5, "frozen dtypes": 2}  # of a block, where frozen ones are apart
+KINDS = {
+    "lora": lora,
+    "two dtypes": two_dtypes,
+    "quantised": quantised,
+    "qlora": qlora,
+    "frozen dtypes": frozen_dtypes,
+}
+# of a block, where frozen ones are apart
+NUM_FLAT = {"lora": 2, "two dtypes": 2, "quantised": 5, "qlora": 5, "frozen dtypes": 2}
 all_kinds = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -269,6 +281,20 @@ def test_frozen_parts_apart_change_no_bit(rank: int, world_size: int, low: torch
     train(model, rank)
     train(together, rank)
     assert_same(full_state(model), full_state(together))
+
+
+@on_ranks(2)
+def test_frozen_parts_apart_give_torchs_bits(rank: int, world_size: int) -> None:
+    policy = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, "device_id": device()}
+    model, reference = wrapped("lora", True), torchs.FullyShardedDataParallel(plain("lora"), **policy)
+    assert len(model.blocks[0].params) == 2
+    train(model, rank)
+    train(reference, rank)
+    with torchs.FullyShardedDataParallel.summon_full_params(reference):
+        expected = {name: param.detach().clone() for name, param in reference.module.named_parameters()}
+    found = full_state(model)
+    for name, value in expected.items():
+        assert torch.equal(found[name.replace("_fsdp_wrapped_module.", "")], value), name
 
 
 @on_ranks(2)
@@ -462,6 +488,22 @@ def test_state_dicts_go_everywhere(
         with FSDP.state_dict_type(whole, state_type):
             whole.load_state_dict(reference.state_dict())
         assert_same(full_state(whole), full_state(model))
+
+
+@both_views
+@on_ranks(2)
+def test_sharded_states_are_exchanged_with_torchs(rank: int, world_size: int, use_orig_params: bool) -> None:
+    theirs = torchs.FullyShardedDataParallel
+    policy = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": True, "device_id": device()}
+    model, reference = wrapped("lora", use_orig_params), theirs(plain("lora"), **policy)
+    train(reference, rank)
+    sharded = StateDictType.SHARDED_STATE_DICT
+    with FSDP.state_dict_type(model, sharded), theirs.state_dict_type(reference, sharded):
+        model.load_state_dict(reference.state_dict())
+        train(model, rank, start=3)
+        reference.load_state_dict(model.state_dict())
+    with theirs.state_dict_type(reference, StateDictType.FULL_STATE_DICT):
+        assert_same(full_state(model), dict(reference.state_dict()))
 
 
 @all_kinds
