@@ -40,16 +40,20 @@ def views_wrapper(guises: Sequence[Guise | None]) -> Callable[[Views], Views] | 
 
 
 class ViewsInGuise:
-    """Puts each guise on the view of its parameter. Views stay from step to step, and so does what is made of them."""
+    """Puts each guise on the view of its parameter, unless that is trained by now.
+
+    Views stay from step to step, and so does what is made of them.
+    """
 
     def __init__(self, guises: Sequence[Guise | None]) -> None:
         self._guises = tuple(guises)
         self._views: Views = ()
-        self._shown: Views = ()
+        self._made: tuple[nn.Parameter | None, ...] = ()
 
     def __call__(self, views: Views) -> Views:
         if views is not self._views:
             pairs = zip(views, self._guises, strict=True)
             self._views = views
-            self._shown = tuple(view if guise is None else guise.put_on(view) for view, guise in pairs)
-        return self._shown
+            self._made = tuple(None if guise is None else guise.put_on(view) for view, guise in pairs)
+        made = zip(views, self._made, strict=True)
+        return tuple(view if one is None or view.requires_grad else one for view, one in made)

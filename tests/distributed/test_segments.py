@@ -403,7 +403,10 @@ def test_a_forward_that_raises_leaves_everything_sharded(
 @both_views
 @on_ranks(2)
 def test_what_is_frozen_may_train_later(rank: int, world_size: int, use_orig_params: bool) -> None:
-    model, reference = wrapped("lora", use_orig_params), plain("lora")
+    marked, reference = plain("lora"), plain("lora")
+    for block in marked.blocks:
+        block.base.weight.mark = "of a library"
+    model = wrapped("lora", use_orig_params, marked)
     train(model, rank)
     train_plain(reference, world_size)
     model.requires_grad_(True)

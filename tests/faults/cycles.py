@@ -131,6 +131,18 @@ def flat_runtime() -> Callable[[], Any]:
     return lambda: step(unit(use_orig_params=False, mixed_precision=low))
 
 
+def runtime_of_segments() -> Callable[[], Any]:
+    def cycle() -> None:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+        net[1].requires_grad_(False)
+        net.order = nn.Parameter(torch.arange(5), requires_grad=False)
+        model = FSDP(net, device_id=torch.device("cpu"))
+        step(model)
+        model.state_dict()
+
+    return cycle
+
+
 def released_runtime() -> Callable[[], Any]:
     model = unit()
 
@@ -230,6 +242,7 @@ CYCLES = {
         unit_alone,
         runtime,
         flat_runtime,
+        runtime_of_segments,
         released_runtime,
         hook,
         steps,
