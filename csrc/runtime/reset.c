@@ -30,8 +30,9 @@ static int reset(struct runtime *runtime) {
     }
     trace_abandon();
     order_forget_forwards(&runtime->order);
-    runtime->callback_queued = false;
-    return schedule_settle(&runtime->schedule);
+    int result = schedule_settle(&runtime->schedule);
+    runtime->callback_queued = false; /* at the end: until then a forward waits */
+    return result;
 }
 
 /* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next forward already: whoever
