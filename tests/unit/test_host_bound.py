@@ -106,8 +106,11 @@ def test_what_is_measured_is_more_than_nothing_and_less_than_a_hundredth_of_a_se
     assert 0.0 < measured.param_us < 1e4
 
 
-def test_a_process_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "false")
+def test_a_process_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+    fails.write_text("#!/bin/sh\nexit 1\n")
+    fails.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fails))
     with pytest.raises(RuntimeError, match=r"fsdp_c.host_cost --json failed"):
         host_cost.measure()
 
