@@ -7,13 +7,13 @@
 static void check_unit(const struct unit *unit) {
     const struct handle *handle = unit->handle;
     (void)handle; /* without FSDP_C_CHECK */
-    INVARIANT(unit->phase == PHASE_IDLE && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
+    INVARIANT(unit->phase != PHASE_IN_STEP && !unit->ran_pre_backward && !unit->needs_pre_backward_unshard);
     INVARIANT(!unit->place.prefetched && !unit->gather.pending);
     INVARIANT(!unit->reshard_hook);
     INVARIANT(!unit->optional.open && !unit->optional.reached);
     INVARIANT(!unit->optional.around || !unit->optional.first);
     order_check_place(&unit->runtime->order, &unit->place);
-    INVARIANT(!handle || handle->training_state == USE_IDLE);
+    INVARIANT(!handle || handle->training_state == USE_IDLE || handle->training_state == USE_SUMMON_FULL_PARAMS);
     INVARIANT(!handle || (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
     INVARIANT(!handle || handle->storage.param_state != PARAM_UNSHARDING);
     if (handle && handle->ready)
