@@ -669,7 +669,7 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {watch_a_gradient_that_is_not_shown, "!gradients->shown"},
         {share_a_component_with_another_handle, "slots.param == &handle->param"},
         {place_no_call_in_a_layer, "layers->all[i].compiled"},
-        {leave_a_unit_in_a_step, "unit->phase == PHASE_IDLE"},
+        {leave_a_unit_in_a_step, "unit->phase != PHASE_IN_STEP"},
         {leave_a_handle_in_use, "handle->training_state == USE_IDLE"},
         {leave_a_gradient_behind, "!handle->gradients.pending"},
         {leave_a_gather_in_flight, "!= PARAM_UNSHARDING"},
