@@ -19,10 +19,10 @@ static int append(PyObject **list, PyObject *item) {
     return PyList_Append(*list, item);
 }
 
-/* `*frozen`: NULL, or a list. A flat parameter alone is never frozen here. */
-static int add_frozen(const struct unit *part, bool is_alone, PyObject **frozen) {
+/* `*frozen`: NULL, or a list. A flat parameter that is frozen as a whole is not among what the node returns. */
+static int add_frozen(const struct unit *part, PyObject **frozen) {
     const struct flat_param *param = &part->handle->param;
-    for (int64_t i = 0; (param->use_orig_params || !is_alone) && i < param->num_params; i++) {
+    for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
         int trains = requires_grad(param, i);
         if (trains > 0)
             continue;
@@ -32,29 +32,82 @@ static int add_frozen(const struct unit *part, bool is_alone, PyObject **frozen)
     return 0;
 }
 
+/* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. Which are in it is kept with the node, a bit
+ * for each, as a backward may come when something else is frozen. */
+enum { MAX_BITS = 62 };
+
+static bool is_in(int64_t parts, int64_t place) {
+    return place >= MAX_BITS || parts >> place & 1;
+}
+
+/* -1 on error. */
+static int64_t trained_parts(struct unit *unit) {
+    int64_t parts = 0, place = 0;
+    FOR_PARTS(part, unit) {
+        int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
+        if (trains < 0)
+            return -1;
+        if (trains && place < MAX_BITS)
+            parts |= (int64_t)1 << place;
+        place++;
+    }
+    return parts;
+}
+
 /* New tuple, None where there is none, or NULL. */
-static PyObject *frozen_views(struct unit *unit) {
+static PyObject *frozen_views(struct unit *unit, int64_t parts) {
     PyObject *frozen = NULL, *tuple = NULL;
+    int64_t place = 0;
     int result = 0;
     FOR_PARTS(part, unit)
-        if (!result)
-            result = add_frozen(part, !unit->next_segment, &frozen);
+        if (is_in(parts, place++) && !result)
+            result = add_frozen(part, &frozen);
     if (!result)
         tuple = frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
     Py_XDECREF(frozen);
     return tuple;
 }
 
+/* What was trained before and is frozen now has no history from now on. */
+static int note_parts(struct unit *unit, int64_t parts) {
+    int64_t place = 0;
+    FOR_PARTS(part, unit) {
+        bool stays = is_in(parts, place++);
+        if (!stays && part->in_node && unit_detach_part(part) < 0)
+            return -1;
+        part->in_node = stays;
+    }
+    return 0;
+}
+
 /* New reference. */
-static PyObject *all_views(struct unit *unit) {
-    PyObject *views = Py_NewRef(unit->handle->storage.copy->views);
-    FOR_PARTS(part, unit->next_segment)
-        if (views) {
-            PyObject *longer = PySequence_Concat(views, part->handle->storage.copy->views);
-            Py_DECREF(views);
-            views = longer;
-        }
+static PyObject *views_of(struct unit *unit, int64_t parts) {
+    PyObject *views = NULL;
+    int64_t place = 0;
+    FOR_PARTS(part, unit) {
+        PyObject *own = part->handle->storage.copy->views;
+        if (!is_in(parts, place++))
+            continue;
+        PyObject *all = views ? PySequence_Concat(views, own) : Py_NewRef(own);
+        Py_XDECREF(views);
+        if (!(views = all))
+            return NULL;
+    }
     return views;
+}
+
+static int keep_parts(PyObject *context, const struct unit *unit, int64_t parts) {
+    PyObject *kept = unit->next_segment ? PyLong_FromLongLong(parts) : NULL;
+    int result = kept ? PyObject_SetAttr(context, torch_names.parts, kept) : unit->next_segment ? -1 : 0;
+    Py_XDECREF(kept);
+    return result;
+}
+
+static int64_t kept_parts(PyObject *context) {
+    PyObject *kept = PyObject_GetAttr(context, torch_names.parts);
+    int64_t parts = kept ? PyLong_AsLongLong(kept) : -1;
+    Py_XDECREF(kept);
+    return parts;
 }
 
 static PyObject *node_forward(PyObject *self, PyObject *args) {
@@ -67,11 +120,13 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         return NULL;
     if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
         return NULL;
-    if (!(frozen = frozen_views(unit)))
+    int64_t parts = trained_parts(unit);
+    if (parts < 0 || note_parts(unit, parts) < 0 || keep_parts(context, unit, parts) < 0 ||
+        !(frozen = frozen_views(unit, parts)))
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
-    return result < 0 ? NULL : all_views(unit);
+    return result < 0 ? NULL : views_of(unit, parts);
 }
 
 /* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
@@ -99,10 +154,15 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     return watch_unit(part, args) < 0 ? -1 : gradients_receive(&part->handle->gradients, args);
 }
 
-/* Each part has its own. */
+/* Each part that was in the node has its own. */
 static int receive_parts(struct unit *unit, PyObject *args, bool *again) {
     Py_ssize_t begin = 0;
+    int64_t place = 0, parts = kept_parts(PyTuple_GetItem(args, 0));
+    if (parts < 0)
+        return -1;
     FOR_PARTS(part, unit) {
+        if (!is_in(parts, place++))
+            continue;
         Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
         PyObject *own = PyTuple_GetSlice(args, begin, begin + 1 + count);
         int result = own ? receive(part, own, again) : -1;

@@ -63,6 +63,7 @@ struct unit {
     PyObject *anchor_node; /* owned; keeps the accumulation node, and the hook on it, alive */
     PyObject *anchor_hook; /* owned; a hook that does not own the unit */
     bool views_attached;   /* the views carry history of an earlier forward */
+    bool in_node;          /* of a part: its own do, as it was trained in the last one */
     PyObject *hooks_seen;  /* owned; the views had no hooks yet when torch's hook of this number was registered */
 
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
@@ -189,6 +190,7 @@ int unit_post_backward(struct unit *unit);
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */
 int unit_attach_views(struct unit *unit);
-int unit_detach_views(struct unit *unit); /* views.c: they have no history */
+int unit_detach_part(struct unit *part);  /* views.c: its views have no history. 0 or -1 */
+int unit_detach_views(struct unit *unit); /* nor those of any part */
 
 #endif

@@ -23,7 +23,9 @@ static int detach_copy(const struct precision_copy *copy, int64_t num_params) {
     return 0;
 }
 
-static int detach_handle(struct handle *handle) {
+int unit_detach_part(struct unit *part) {
+    struct handle *handle = part->handle;
+    part->in_node = false;
     if (handle_unwrap_views(handle) < 0)
         return -1;
     for (int i = 0; i < PRECISIONS; i++)
@@ -37,7 +39,7 @@ int unit_detach_views(struct unit *unit) {
         return 0;
     unit->views_attached = false;
     FOR_PARTS(part, unit)
-        if (detach_handle(part->handle) < 0)
+        if (unit_detach_part(part) < 0)
             return -1;
     return 0;
 }

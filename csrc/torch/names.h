@@ -21,6 +21,7 @@
     X(device)                                                                                                          \
     X(wait)                                                                                                            \
     X(unit)                                                                                                            \
+    X(parts)                                                                                                           \
     X(materialize_grads)                                                                                               \
     X(non_differentiable)                                                                                              \
     X(_backward_hooks)                                                                                                 \

@@ -425,6 +425,9 @@ def test_what_trains_may_be_frozen_later(rank: int, world_size: int, use_orig_pa
     for one in (model, reference):
         for param in one.parameters():
             param.requires_grad_(param.dtype == torch.float32)
+    model(batch(rank, 9)).square().mean().backward()
+    assert all(param.requires_grad or param.grad is None for param in model.parameters())
+    model.zero_grad()
     train(model, rank, start=3)
     train_plain(reference, world_size, start=3)
     assert_same(full_state(model), dict(reference.state_dict()))
