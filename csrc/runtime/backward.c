@@ -65,25 +65,18 @@ static bool has_new(struct unit *unit) {
     return false;
 }
 
-static int reduce_part(struct unit *part) {
-    return runtime_pack(part->runtime, part) < 0 ? -1 : runtime_reduce(part->runtime, part);
-}
-
 /* Whether gradients have come to a segment on this rank is not asked: they may have on another one. */
-static int reduce_segment(struct unit *segment) {
-    struct gradients *gradients = &segment->handle->gradients;
-    int trains = flat_param_is_trainable(&segment->handle->param);
-    if (trains <= 0 && !gradients_have_new(gradients))
+static int reduce_if_trained(struct unit *part) {
+    int trains = flat_param_is_trainable(&part->handle->param);
+    if (trains <= 0 && !gradients_have_new(&part->handle->gradients))
         return trains;
-    if (runtime_finish_reduction(segment->runtime) < 0 || gradients_receive_nothing(gradients) < 0)
-        return -1;
-    return reduce_part(segment);
+    return runtime_reduce_part(part);
 }
 
 /* All parts, in one order on all ranks. */
 static int reduce_parts(struct unit *unit) {
     FOR_PARTS(part, unit)
-        if (reduce_segment(part) < 0)
+        if (reduce_if_trained(part) < 0)
             return -1;
     return 0;
 }
@@ -92,7 +85,7 @@ static int reduce(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
     if (runtime_finish_reduction(runtime) < 0 || runtime->operations->post_backward_reshard(unit) < 0)
         return -1;
-    return unit->next_segment ? reduce_parts(unit) : reduce_part(unit);
+    return unit->next_segment ? reduce_parts(unit) : runtime_reduce_part(unit);
 }
 
 static int keep_unsharded(struct unit *unit) {
@@ -131,7 +124,7 @@ static int end_gradients(struct unit *part) {
 }
 
 static int post_backward(struct unit *unit) {
-    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_end_use_in_backward(unit) < 0)
+    if (runtime_queue_final_callback(unit->runtime) < 0 || unit_set_training_state(unit, USE_BACKWARD_POST) < 0)
         return -1;
     FOR_PARTS(part, unit)
         if (end_gradients(part) < 0)

@@ -246,7 +246,7 @@ static int post_backward(struct actor *actor) {
         return -1;
     if (!actor->is->is_trainable)
         return end_frozen_backward(actor);
-    if (unit_end_use_in_backward(&actor->unit) < 0)
+    if (unit_set_training_state(&actor->unit, USE_BACKWARD_POST) < 0)
         return -1;
     return actor->run->operations.post_backward_reshard(&actor->unit);
 }

@@ -45,22 +45,14 @@ static int show_unsharded(struct unit *unit, PyObject *args, PyObject *kwargs) {
     return trainable ? 0 : unit_watch_inputs(unit, args, kwargs);
 }
 
-static int set_training_states(struct unit *unit, enum training_state state) {
-    if (!unit->handle)
-        return 0;
-    FOR_PARTS(part, unit)
-        if (handle_set_training_state(part->handle, state) < 0)
-            return -1;
-    return 0;
-}
-
 /* A unit that may not start a forward now is left as it is. */
 static int begin_forward(struct unit *unit) {
-    if (set_training_states(unit, USE_FORWARD) < 0)
+    if (unit->handle && unit_set_training_state(unit, USE_FORWARD) < 0)
         return -1;
     if (unit_set_phase(unit, PHASE_IN_STEP) == 0)
         return 0;
-    set_training_states(unit, USE_IDLE);
+    if (unit->handle)
+        unit_set_training_state(unit, USE_IDLE);
     return -1;
 }
 

@@ -3,6 +3,13 @@
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 
+int unit_set_training_state(struct unit *unit, enum training_state state) {
+    FOR_PARTS(part, unit)
+        if (handle_set_training_state(part->handle, state) < 0)
+            return -1;
+    return 0;
+}
+
 /* ---- forward ---- */
 
 static int take_turn(struct unit *unit) {
@@ -43,12 +50,7 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
 
 /* It may run again, and sends nothing. */
 static int hold(struct unit *unit) {
-    if (optional_hold(unit) < 0)
-        return -1;
-    FOR_PARTS(part, unit)
-        if (handle_set_training_state(part->handle, USE_IDLE) < 0)
-            return -1;
-    return 0;
+    return optional_hold(unit) < 0 ? -1 : unit_set_training_state(unit, USE_IDLE);
 }
 
 static int end_use(struct unit *unit) {
@@ -75,9 +77,8 @@ int unit_unshard_for_backward(struct unit *unit) {
         return optional_begin_backward(unit);
     if (unit->optional.around && optional_check_backward(unit) < 0)
         return -1;
-    FOR_PARTS(part, unit)
-        if (handle_set_training_state(part->handle, USE_BACKWARD_PRE) < 0)
-            return -1;
+    if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
+        return -1;
     if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
     unit_expect_backward(unit, false);
@@ -92,13 +93,6 @@ int unit_reshard_in_backward(struct unit *unit) {
     bool free_storage =
         !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
     return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
-}
-
-int unit_end_use_in_backward(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0)
-            return -1;
-    return 0;
 }
 
 static int reshard_parts(struct unit *unit) {
@@ -128,7 +122,7 @@ int unit_reshard_only(struct unit *unit) {
     if (!unit->runtime || !unit->handle || unit->handle->training_state != USE_BACKWARD_PRE)
         return 0;
     struct trace trace = trace_begin(TRACED_POST_BACKWARD_RESHARD_ONLY, unit->recorder_index);
-    int result = unit_end_use_in_backward(unit);
+    int result = unit_set_training_state(unit, USE_BACKWARD_POST);
     if (!result)
         result = unit->runtime->operations->post_backward_reshard(unit);
     trace_end(trace);

@@ -8,22 +8,17 @@ static PyObject *apply; /* owned for ever; the function class's C apply: torch's
 
 /* ---- the function's two methods ---- */
 
-/* forward(context, anchor, token) -> the views of all parts of the unit. The frozen ones among them get no gradient. */
-static int requires_grad(const struct flat_param *param, int64_t i) {
-    return torch_requires_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
-}
-
 static int append(PyObject **list, PyObject *item) {
     if (!*list && !(*list = PyList_New(0)))
         return -1;
     return PyList_Append(*list, item);
 }
 
-/* `*frozen`: NULL, or a list. A flat parameter that is frozen as a whole is not among what the node returns. */
+/* Parameters that are frozen beside others. `*frozen`: NULL, or a list. */
 static int add_frozen(const struct unit *part, PyObject **frozen) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
-        int trains = requires_grad(param, i);
+        int trains = torch_requires_grad(PyList_GetItem(param->params, i));
         if (trains > 0)
             continue;
         if (trains < 0 || append(frozen, PyTuple_GetItem(part->handle->storage.copy->views, i)) < 0)
@@ -32,35 +27,12 @@ static int add_frozen(const struct unit *part, PyObject **frozen) {
     return 0;
 }
 
-/* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. Which are in it is kept with the node, a bit
- * for each, as a backward may come when something else is frozen. */
-enum { MAX_BITS = 62 };
-
-static bool is_in(int64_t parts, int64_t place) {
-    return place >= MAX_BITS || parts >> place & 1;
-}
-
-/* -1 on error. */
-static int64_t trained_parts(struct unit *unit) {
-    int64_t parts = 0, place = 0;
-    FOR_PARTS(part, unit) {
-        int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
-        if (trains < 0)
-            return -1;
-        if (trains && place < MAX_BITS)
-            parts |= (int64_t)1 << place;
-        place++;
-    }
-    return parts;
-}
-
 /* New tuple, None where there is none, or NULL. */
-static PyObject *frozen_views(struct unit *unit, int64_t parts) {
+static PyObject *frozen_views(struct unit *unit) {
     PyObject *frozen = NULL, *tuple = NULL;
-    int64_t place = 0;
     int result = 0;
     FOR_PARTS(part, unit)
-        if (is_in(parts, place++) && !result)
+        if (part->in_node && !result)
             result = add_frozen(part, &frozen);
     if (!result)
         tuple = frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
@@ -68,25 +40,39 @@ static PyObject *frozen_views(struct unit *unit, int64_t parts) {
     return tuple;
 }
 
-/* What was trained before and is frozen now has no history from now on. */
-static int note_parts(struct unit *unit, int64_t parts) {
-    int64_t place = 0;
+/* [Note: parts in a node] A part that is frozen as a whole is left out of its unit's node. A backward may come when something else is
+ * frozen: a unit with segments keeps with the node which parts were in it, a byte for each. */
+static int choose_parts(struct unit *unit) {
     FOR_PARTS(part, unit) {
-        bool stays = is_in(parts, place++);
-        if (!stays && part->in_node && unit_detach_part(part) < 0)
+        int trains = unit->next_segment ? flat_param_is_trainable(&part->handle->param) : 1;
+        /* what was trained before, and is not any more, has no history from now on */
+        if (trains < 0 || (!trains && part->in_node && unit_detach_part(part) < 0))
             return -1;
-        part->in_node = stays;
+        part->in_node = trains;
     }
     return 0;
 }
 
+static int keep_parts(PyObject *context, struct unit *unit) {
+    Py_ssize_t count = 0;
+    FOR_PARTS(part, unit)
+        count++;
+    PyObject *kept = PyBytes_FromStringAndSize(NULL, count);
+    char *is_in = kept ? PyBytes_AsString(kept) : NULL;
+    FOR_PARTS(part, unit)
+        if (is_in)
+            *is_in++ = part->in_node;
+    int result = kept ? PyObject_SetAttr(context, torch_names.parts, kept) : -1;
+    Py_XDECREF(kept);
+    return result;
+}
+
 /* New reference. */
-static PyObject *views_of(struct unit *unit, int64_t parts) {
+static PyObject *views_in_node(struct unit *unit) {
     PyObject *views = NULL;
-    int64_t place = 0;
     FOR_PARTS(part, unit) {
         PyObject *own = part->handle->storage.copy->views;
-        if (!is_in(parts, place++))
+        if (!part->in_node)
             continue;
         PyObject *all = views ? PySequence_Concat(views, own) : Py_NewRef(own);
         Py_XDECREF(views);
@@ -96,20 +82,7 @@ static PyObject *views_of(struct unit *unit, int64_t parts) {
     return views;
 }
 
-static int keep_parts(PyObject *context, const struct unit *unit, int64_t parts) {
-    PyObject *kept = unit->next_segment ? PyLong_FromLongLong(parts) : NULL;
-    int result = kept ? PyObject_SetAttr(context, torch_names.parts, kept) : unit->next_segment ? -1 : 0;
-    Py_XDECREF(kept);
-    return result;
-}
-
-static int64_t kept_parts(PyObject *context) {
-    PyObject *kept = PyObject_GetAttr(context, torch_names.parts);
-    int64_t parts = kept ? PyLong_AsLongLong(kept) : -1;
-    Py_XDECREF(kept);
-    return parts;
-}
-
+/* forward(context, anchor, token) -> the views of the unit's parts. The frozen ones among them get no gradient. */
 static PyObject *node_forward(PyObject *self, PyObject *args) {
     PyObject *context, *anchor, *token, *frozen;
     (void)self;
@@ -120,13 +93,12 @@ static PyObject *node_forward(PyObject *self, PyObject *args) {
         return NULL;
     if (PyObject_SetAttr(context, torch_names.materialize_grads, Py_False) < 0)
         return NULL;
-    int64_t parts = trained_parts(unit);
-    if (parts < 0 || note_parts(unit, parts) < 0 || keep_parts(context, unit, parts) < 0 ||
-        !(frozen = frozen_views(unit, parts)))
+    if (choose_parts(unit) < 0 || (unit->next_segment && keep_parts(context, unit) < 0) ||
+        !(frozen = frozen_views(unit)))
         return NULL;
     int result = frozen == Py_None ? 0 : PyObject_SetAttr(context, torch_names.non_differentiable, frozen);
     Py_DECREF(frozen);
-    return result < 0 ? NULL : views_of(unit, parts);
+    return result < 0 ? NULL : views_in_node(unit);
 }
 
 /* Gradients of gradients end here, and must not do so in silence. Grad mode is on only under create_graph. */
@@ -155,13 +127,10 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
 }
 
 /* Each part that was in the node has its own. */
-static int receive_parts(struct unit *unit, PyObject *args, bool *again) {
+static int receive_parts(struct unit *unit, PyObject *args, const char *is_in, bool *again) {
     Py_ssize_t begin = 0;
-    int64_t place = 0, parts = kept_parts(PyTuple_GetItem(args, 0));
-    if (parts < 0)
-        return -1;
     FOR_PARTS(part, unit) {
-        if (!is_in(parts, place++))
+        if (!*is_in++)
             continue;
         Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
         PyObject *own = PyTuple_GetSlice(args, begin, begin + 1 + count);
@@ -172,6 +141,15 @@ static int receive_parts(struct unit *unit, PyObject *args, bool *again) {
         begin += count;
     }
     return 0;
+}
+
+static int receive_all(struct unit *unit, PyObject *args, bool *again) {
+    if (!unit->next_segment)
+        return receive(unit, args, again);
+    PyObject *kept = PyObject_GetAttr(PyTuple_GetItem(args, 0), torch_names.parts);
+    int result = kept ? receive_parts(unit, args, PyBytes_AsString(kept), again) : -1;
+    Py_XDECREF(kept);
+    return result;
 }
 
 /* backward(context, *gradients) -> (None, None) */
@@ -192,7 +170,7 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
         result = stream_follow(&unit->runtime->schedule.streams);
     bool again = false;
     if (!result)
-        result = unit->next_segment ? receive_parts(unit, args, &again) : receive(unit, args, &again);
+        result = receive_all(unit, args, &again);
     if (!result && again) /* the earlier ones were added up here, and may have been made under another stream */
         result = stream_give_back(&unit->runtime->schedule.streams);
     return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);

@@ -57,6 +57,13 @@ int runtime_finish_reduction(struct runtime *runtime) {
     return unit->handle->optimizer_in_backward ? step_in_backward(unit) : 0;
 }
 
+int runtime_reduce_part(struct unit *part) {
+    struct runtime *runtime = part->runtime;
+    if (runtime_finish_reduction(runtime) < 0 || gradients_receive_nothing(&part->handle->gradients) < 0)
+        return -1;
+    return runtime_pack(runtime, part) < 0 ? -1 : runtime_reduce(runtime, part);
+}
+
 int runtime_drop_reduction(struct runtime *runtime) {
     runtime->reducing = NULL;
     return schedule_set_reduction(&runtime->schedule, REDUCTION_NONE, NULL); /* which is legal from everywhere */
@@ -65,13 +72,11 @@ int runtime_drop_reduction(struct runtime *runtime) {
 /* ---- optional units ---- */
 
 static int reduce_part(struct unit *part) {
-    struct gradients *gradients = &part->handle->gradients;
+    struct handle *handle = part->handle;
     optional_set_owes(part, false);
-    if (handle_set_training_state(part->handle, USE_BACKWARD_POST) < 0 || gradients_prepare(gradients) < 0)
+    if (handle_set_training_state(handle, USE_BACKWARD_POST) < 0 || gradients_prepare(&handle->gradients) < 0)
         return -1;
-    if (runtime_finish_reduction(part->runtime) < 0 || gradients_receive_nothing(gradients) < 0)
-        return -1;
-    return runtime_pack(part->runtime, part) < 0 ? -1 : runtime_reduce(part->runtime, part);
+    return runtime_reduce_part(part);
 }
 
 static int end_part(struct unit *part) {

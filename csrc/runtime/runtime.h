@@ -69,7 +69,8 @@ int runtime_finish_reduction(struct runtime *runtime);          /* of the unit i
 int runtime_reduce_optional(
     struct unit *around); /* the backward of the unit around them ends: zeros where nothing came */
 int runtime_reduce_all_optional(
-    struct runtime *runtime); /* the whole backward does: what was not, and what no_sync has left */
+    struct runtime *runtime);               /* the whole backward does: what was not, and what no_sync has left */
+int runtime_reduce_part(struct unit *part); /* all of that, of gradients that have come, or of zeros */
 int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 
 /* reset.c. 0 or -1 */

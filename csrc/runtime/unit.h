@@ -145,6 +145,7 @@ int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
  * said. */
 /* The unit, the optional ones that belong to it, and ahead what comes after it in the order. It may have no parameters. */
+int unit_set_training_state(struct unit *unit, enum training_state state); /* of all its parts */
 int unit_unshard_for_forward(struct unit *unit);
 void unit_expect_backward(struct unit *unit, bool expected);
 int unit_reshard_after_forward(struct unit *unit);
@@ -152,7 +153,6 @@ int unit_unshard_for_backward(struct unit *unit);
 int unit_reshard_in_backward(
     struct unit *unit); /* under no_sync a strategy that keeps parameters stays gathered (D-070) */
 int unit_reshard_optional(struct unit *around);    /* its backward is over for the optional units that belong to it */
-int unit_end_use_in_backward(struct unit *unit);   /* its gradients have come */
 int unit_post_backward_reshard(struct unit *unit); /* free, and prefetch */
 int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs have their gradients */
 /* A backward within a forward ends for the units that it passed through, and those gathered for it in vain. The others are amid

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "harness.h"
+#include "python_memory.h"
 
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -87,18 +88,6 @@ PyObject *PyErr_Format(PyObject *type, const char *format, ...) {
 
 PyObject *PyErr_NoMemory(void) {
     exit(1);
-}
-
-void *PyMem_Calloc(size_t count, size_t size) {
-    return calloc(count, size);
-}
-
-void *PyMem_Realloc(void *memory, size_t size) {
-    return realloc(memory, size);
-}
-
-void PyMem_Free(void *memory) {
-    free(memory);
 }
 
 PyObject *profile_begin(const char *name) {

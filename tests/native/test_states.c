@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include "harness.h"
+#include "python_memory.h"
 
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -40,18 +41,6 @@ PyObject *PyDict_GetItemWithError(PyObject *dict, PyObject *key) {
 
 PyObject *PyErr_NoMemory(void) {
     return NULL;
-}
-
-void *PyMem_Calloc(size_t count, size_t size) {
-    return calloc(count, size);
-}
-
-void *PyMem_Realloc(void *memory, size_t size) {
-    return realloc(memory, size);
-}
-
-void PyMem_Free(void *memory) {
-    free(memory);
 }
 
 void _Py_Dealloc(PyObject *object) {
