@@ -136,6 +136,7 @@ class Handle:
         slots: list[tuple[int, nn.Module, str, int]],
         process_group: ProcessGroup,
         replicate_group: ProcessGroup | None,  # hybrid strategies: where shards of the same rank are reduced
+        node_group: ProcessGroup | None,  # a part of process_group within which backwards gather what forwards had
         device: torch.device,
         param_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
@@ -202,7 +203,7 @@ class Handle:
         """Reduce by ``function(state, padded_full_gradient, empty_shard)``, NO_SHARD by ``function(state, gradient)``.
         With a dtype, which says that ``function`` is torch's low-precision hook for it: in that dtype, with the group
         and factors of ``state``, without a call. RuntimeError for a second hook, or inside a backward."""
-    def fake_all_gather(self, group: ProcessGroup, /) -> None:
+    def fake_all_gather(self, group: ProcessGroup, node_group: ProcessGroup | None, /) -> None:
         """Send the all-gathers to ``group``, of the same rank and size, which does not send them."""
     def fake_reduce_scatter(self, group: ProcessGroup, /) -> None:
         """The same for reduce-scatters; all-reduces stay."""

@@ -45,6 +45,7 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.sharding import agreement, buffers, construction, grouping, materialization
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
+from fsdp_c.sharding.node_groups import node_group
 from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.segments import Segment
 from fsdp_c.sharding.sharded_module import (
@@ -228,6 +229,7 @@ class FullyShardedDataParallel(ShardedModule):
         self._ignored_buffer_names = ignored.buffer_names
         self._device_mesh = device_mesh
         self.sharding_strategy = construction.resolve_strategy(sharding_strategy, self.world_size)
+        self._node_group = node_group(groups.shard, self.sharding_strategy)
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
@@ -349,6 +351,7 @@ class FullyShardedDataParallel(ShardedModule):
             self._use_orig_params,
             fsdp_extension=self._fsdp_extension,
             replicate_group=process_groups.replicate,
+            node_group=self._node_group,
             tree=tree,
             flat_param_name=flat_param_name,
         )

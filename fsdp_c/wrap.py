@@ -1,4 +1,4 @@
-"""Auto wrap policies, torch's own, so that users' objects compare equal from either package; and ``split_frozen``."""
+"""Auto wrap policies, torch's own, so that users' objects compare equal from either package; and further options."""
 
 # ruff: noqa: F401  # libraries look for the private names here as well
 
@@ -18,6 +18,7 @@ from fsdp_c.compat.upstream import (
     wrap,
 )
 from fsdp_c.sharding.grouping import split_frozen
+from fsdp_c.sharding.node_groups import reshard_after_forward
 
 __all__ = [
     "CustomPolicy",
@@ -25,6 +26,7 @@ __all__ = [
     "always_wrap_policy",
     "enable_wrap",
     "lambda_auto_wrap_policy",
+    "reshard_after_forward",
     "size_based_auto_wrap_policy",
     "split_frozen",
     "transformer_auto_wrap_policy",

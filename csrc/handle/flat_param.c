@@ -35,9 +35,9 @@ static int init_shapes(struct flat_param *param) {
 static int init_groups(struct flat_param *param, const struct handle_spec *spec) {
     if (collective_group_init(&param->shard_group, spec->process_group) < 0)
         return -1;
-    if (spec->replicate_group == Py_None)
-        return 0;
-    return collective_group_init(&param->replicate_group, spec->replicate_group);
+    if (spec->replicate_group != Py_None && collective_group_init(&param->replicate_group, spec->replicate_group) < 0)
+        return -1;
+    return spec->node_group == Py_None ? 0 : collective_group_init(&param->node_group, spec->node_group);
 }
 
 int flat_param_init(struct flat_param *param, const struct handle_spec *spec, int64_t op_id) {
@@ -74,6 +74,7 @@ void flat_param_fini(struct flat_param *param) {
     fini_shapes(param);
     collective_group_fini(&param->shard_group);
     collective_group_fini(&param->replicate_group);
+    collective_group_fini(&param->node_group);
     Py_CLEAR(param->layout_owner);
     Py_CLEAR(param->name);
     Py_CLEAR(param->tensor);

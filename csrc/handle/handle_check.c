@@ -19,6 +19,7 @@ void flat_param_check(const struct flat_param *param) {
     (void)param; /* without FSDP_C_CHECK, here and below */
     INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
     INVARIANT(may_have_replicas(param->strategy) || !param->replicate_group.group);
+    INVARIANT(!param->node_group.group || param->layout.padded_numel % param->node_group.world_size == 0);
     INVARIANT(param->layout.rank == param->shard_group.rank);
     INVARIANT(param->layout.num_params == param->num_params);
     INVARIANT(PyTuple_Size(param->shapes) == param->num_params && PyTuple_Size(param->strides) == param->num_params);

@@ -59,16 +59,9 @@ static int init_likes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-static PyObject *part(PyObject *full, int64_t offset, int64_t numel) {
-    PyObject *view = PyObject_CallMethod(full, "narrow", "iLL", 0, (long long)offset, (long long)numel);
-    PyObject *data = view ? torch_data(view) : NULL;
-    Py_XDECREF(view);
-    return data;
-}
-
 static PyObject *own_part(const struct storage *storage, PyObject *full) {
     const struct flat_layout *layout = &storage->param->layout;
-    return part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
+    return torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
 }
 
 /* The storage is there while views of it are made, and not after. */
@@ -80,10 +73,10 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
             return -1;
         full = copy->full.tensor;
     }
-    copy->full_data = part(full, 0, storage->param->layout.numel);
+    copy->full_data = torch_part(full, 0, storage->param->layout.numel);
     copy->own_part = own_part(storage, full);
     copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
-    if (!copy->views || (!copy->is_local && buffer_free(&copy->full) < 0))
+    if (!copy->views || storage_init_node_part(storage, copy) < 0 || (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
@@ -99,6 +92,8 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->full_data);
     buffer_fini(&copy->full);
     Py_CLEAR(copy->own_part);
+    Py_CLEAR(copy->node_source);
+    buffer_fini(&copy->node_part);
     Py_CLEAR(copy->low_precision_shard.tensor);
     Py_CLEAR(copy->reduce_input_like.tensor);
     Py_CLEAR(copy->reduce_output_like.tensor);

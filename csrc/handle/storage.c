@@ -142,7 +142,7 @@ int storage_follow_shard(struct storage *storage) {
 int storage_leave_device(struct storage *storage) {
     if (!storage->elsewhere)
         return 0;
-    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0)
+    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0 || storage_forget_node_part(storage) < 0)
         return -1;
     return storage->pool ? pool_empty(storage->pool) : 0;
 }

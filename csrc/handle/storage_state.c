@@ -36,6 +36,7 @@ void storage_check(const struct storage *storage) {
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
     INVARIANT(!gathered || copy->is_local || copy->full.allocated);
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
+    INVARIANT(!storage_gathers_in_node(storage) || storage_keeps_node_parts(storage));
     for (int i = 0; i < PRECISIONS; i++)
         INVARIANT(&storage->copies[i] == copy || holds_nothing(&storage->copies[i]) ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));

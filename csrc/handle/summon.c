@@ -49,7 +49,8 @@ static PyObject *gather(struct handle *handle) {
         return Py_NewRef(handle->storage.local_shard);
     int result =
         handle->storage.copies[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
-    if (result < 0 || handle_unshard_enqueue(handle) < 0 || storage_unshard_wait(&handle->storage) < 0) {
+    if (result < 0 || storage_forget_node_part(&handle->storage) < 0 || handle_unshard_enqueue(handle) < 0 ||
+        storage_unshard_wait(&handle->storage) < 0) {
         leave_full_precision(handle);
         return NULL;
     }

@@ -50,7 +50,8 @@ bool storage_wants_memory(const struct storage *storage) {
 /* ---- what a gather reads ---- */
 
 bool storage_makes_input(const struct storage *storage) {
-    return !storage->copy->is_local && (storage->copy->low_precision || storage->offload);
+    return !storage->copy->is_local && (storage->copy->low_precision || storage->offload) &&
+           !storage_gathers_in_node(storage);
 }
 
 /* Nobody waits where the shard's memory is pinned. */
@@ -119,15 +120,21 @@ static PyObject *as_sent(const struct storage *storage, PyObject *tensor) {
 
 static PyObject *enqueue_all_gather(const struct storage *storage, PyObject *input) {
     PyObject *from = as_sent(storage, input), *to = from ? as_sent(storage, storage->copy->full.tensor) : NULL;
-    PyObject *work = to ? collective_all_gather(&storage->param->shard_group, to, from) : NULL;
+    PyObject *work = to ? collective_all_gather(storage_gather_group(storage), to, from) : NULL;
     Py_XDECREF(from);
     Py_XDECREF(to);
     return work;
 }
 
+/* Borrowed. */
+static PyObject *gather_input(const struct storage *storage) {
+    if (storage_gathers_in_node(storage))
+        return storage->copy->node_part.tensor;
+    return storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
+}
+
 static int enqueue_gather(struct storage *storage) {
-    PyObject *input = storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
-    ref_set(&storage->unshard_work, enqueue_all_gather(storage, input));
+    ref_set(&storage->unshard_work, enqueue_all_gather(storage, gather_input(storage)));
     return storage->unshard_work ? storage_wait_in_stream(storage, &storage->unshard_work) : -1;
 }
 
@@ -156,10 +163,9 @@ static int add_to(struct gather_batch *batch, PyObject *output, PyObject *input)
 }
 
 int storage_unshard_add(struct storage *storage, struct gather_batch *batch) {
-    PyObject *input = storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
     storage->input_ready = false;
     if (alloc_full(storage) < 0 ||
-        add_to(batch, as_sent(storage, storage->copy->full.tensor), as_sent(storage, input)) < 0)
+        add_to(batch, as_sent(storage, storage->copy->full.tensor), as_sent(storage, gather_input(storage))) < 0)
         return free_after_failure(storage);
     return 0;
 }

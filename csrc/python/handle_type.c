@@ -35,6 +35,7 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
                             "slots",
                             "process_group",
                             "replicate_group",
+                            "node_group",
                             "device",
                             "param_dtype",
                             "reduce_dtype",
@@ -58,10 +59,10 @@ static int handle_object_init(PyObject *self, PyObject *args, PyObject *kwargs) 
         PyErr_SetString(PyExc_RuntimeError, "a Handle is initialised once");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOUOUOippppddp", names, &layout, &spec.flat_param,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OOOO!O!O!OOOOOOUOUOippppddp", names, &layout, &spec.flat_param,
                                      &spec.params, &PyTuple_Type, &spec.shapes, &PyTuple_Type, &spec.strides,
                                      &PyList_Type, &spec.slots, &spec.process_group, &spec.replicate_group,
-                                     &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
+                                     &spec.node_group, &spec.device, &spec.param_dtype, &spec.reduce_dtype, &spec.name,
                                      &spec.flat_param_owner, &spec.flat_param_name, &spec.wrap_views, &spec.strategy,
                                      &orig, &keep, &skip, &verbose, &spec.predivide, &spec.postdivide, &offload))
         return -1;
@@ -254,8 +255,15 @@ static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
     return none_or_error(handle_set_comm_hook(inside(self), function, state, dtype));
 }
 
-static PyObject *fake_all_gather(PyObject *self, PyObject *group) {
-    return none_or_error(collective_fake_all_gather(&inside(self)->param.shard_group, group));
+static PyObject *fake_all_gather(PyObject *self, PyObject *args) {
+    struct flat_param *param = &inside(self)->param;
+    PyObject *group, *node_group;
+    if (!PyArg_ParseTuple(args, "OO", &group, &node_group))
+        return NULL;
+    int result = collective_fake_all_gather(&param->shard_group, group);
+    if (!result && param->node_group.group)
+        result = collective_fake_all_gather(&param->node_group, node_group);
+    return none_or_error(result);
 }
 
 static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
@@ -263,7 +271,7 @@ static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
 }
 
 static PyMethodDef methods[] = {
-    {"fake_all_gather", fake_all_gather, METH_O, NULL},
+    {"fake_all_gather", fake_all_gather, METH_VARARGS, NULL},
     {"fake_reduce_scatter", fake_reduce_scatter, METH_O, NULL},
     {"set_comm_hook", set_comm_hook, METH_VARARGS, NULL},
     {"summon_enter", summon_enter, METH_O, NULL},

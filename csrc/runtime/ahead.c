@@ -52,8 +52,9 @@ void unit_set_prefetched(struct unit *unit, bool prefetched) {
 int unit_gather_ahead(struct unit *candidate, enum training_state state) {
     if (!can_prefetch(candidate))
         return 0;
-    int chosen = state == USE_FORWARD ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || unit_gather(candidate) < 0)
+    bool in_forward = state == USE_FORWARD;
+    int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
+    if (chosen < 0 || (in_forward && unit_forget_node_parts(candidate) < 0) || unit_gather(candidate) < 0)
         return -1;
     unit_set_prefetched(candidate, true);
     return 0;
@@ -94,7 +95,8 @@ int unit_unshard(struct unit *unit) {
                      (long long)handle->param.layout.rank, unit->name);
         return -1;
     }
-    if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_gather(unit) < 0)
+    if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
+        unit_gather(unit) < 0)
         return -1;
     unit_set_prefetched(unit, true);
     FOR_PARTS(part, unit)

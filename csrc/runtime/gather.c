@@ -105,9 +105,10 @@ static bool goes_together(struct unit *unit) {
         unit->runtime->operations->gather != unit_enqueue_gather)
         return false;
     FOR_PARTS(part, unit)
-        if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED)
+        if (!part->handle->param.sharded || part->handle->storage.param_state != PARAM_SHARDED ||
+            storage_gathers_in_node(&part->handle->storage) != storage_gathers_in_node(&unit->handle->storage))
             return false;
-    return collective_gathers_together(&unit->handle->param.shard_group);
+    return collective_gathers_together(storage_gather_group(&unit->handle->storage));
 }
 
 static int add_parts(struct unit *unit, struct gather_batch *batch) {
@@ -120,7 +121,8 @@ static int add_parts(struct unit *unit, struct gather_batch *batch) {
 static int enqueue_batch(struct unit *unit, struct gather_batch *batch) {
     if (!batch->outputs || !batch->inputs || add_parts(unit, batch) < 0)
         return -1;
-    PyObject *work = collective_all_gather_together(&unit->handle->param.shard_group, batch->outputs, batch->inputs);
+    PyObject *work =
+        collective_all_gather_together(storage_gather_group(&unit->handle->storage), batch->outputs, batch->inputs);
     int result = work ? storage_unshard_enqueued(&unit->handle->storage, work) : -1; /* what comes next is after that */
     FOR_PARTS(part, unit->next_segment)
         if (!result)
@@ -192,4 +194,26 @@ int unit_reshard(struct unit *unit, bool free_storage) {
         return -1;
     bool freed = held && free_storage && !unit->leader && !unit->runtime->operations->is_there(unit);
     return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
+}
+
+/* ---- what the ranks of a node keep: see [Note: node parts] in storage.h ---- */
+
+int unit_forget_node_parts(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (storage_forget_node_part(&part->handle->storage) < 0)
+            return -1;
+    return 0;
+}
+
+/* Before the module may change what is gathered, as a gather over all ranks would not see that. The root stays gathered until its
+ * backward. */
+int unit_keep_node_parts(struct unit *unit) {
+    if (!storage_keeps_node_parts(&unit->handle->storage))
+        return 0;
+    if (unit->is_root || !torch_grad_enabled())
+        return unit_forget_node_parts(unit);
+    FOR_PARTS(part, unit)
+        if (storage_keep_node_part(&part->handle->storage) < 0)
+            return -1;
+    return 0;
 }

@@ -22,9 +22,10 @@ static int take_turn(struct unit *unit) {
 int unit_unshard_for_forward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_forward(unit);
-    if (take_turn(unit) < 0 || unit_begin_step_alone(unit) < 0 || unit_gather_and_wait(unit) < 0)
+    if (take_turn(unit) < 0 || unit_begin_step_alone(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
+        unit_gather_and_wait(unit) < 0)
         return -1;
-    if (optional_begin_forward(unit) < 0)
+    if (unit_keep_node_parts(unit) < 0 || optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
     return unit_prefetch(unit, USE_FORWARD);
@@ -56,7 +57,8 @@ static int hold(struct unit *unit) {
 static int end_use(struct unit *unit) {
     if (unit->optional.around)
         return hold(unit);
-    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0)
+    if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 ||
+        (!unit->needs_pre_backward_unshard && unit_forget_node_parts(unit) < 0))
         return -1;
     FOR_PARTS(part, unit)
         if (reshard_after_forward(part, unit) < 0)
@@ -79,7 +81,7 @@ int unit_unshard_for_backward(struct unit *unit) {
         return -1;
     if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0 || unit_forget_node_parts(unit) < 0)
         return -1;
     unit_expect_backward(unit, false);
     unit_set_prefetched(unit, false);

@@ -135,6 +135,8 @@ int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the
 int unit_wait_gathered(struct unit *unit); /* computation waits for them */
 int unit_gather_and_wait(struct unit *unit);
 int unit_reshard(struct unit *unit, bool free_storage); /* one part of a unit, as all that reshards in backward */
+int unit_keep_node_parts(struct unit *unit);   /* of what this forward has gathered, where a backward may follow */
+int unit_forget_node_parts(struct unit *unit); /* what is gathered next comes from the shards */
 /* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);

@@ -160,6 +160,13 @@ PyObject *torch_get_grad(PyObject *tensor) {
     return read_attribute(tensor, &of_grad, torch_names.grad);
 }
 
+PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel) {
+    PyObject *view = PyObject_CallMethod(tensor, "narrow", "iLL", 0, (long long)offset, (long long)numel);
+    PyObject *data = view ? torch_data(view) : NULL;
+    Py_XDECREF(view);
+    return data;
+}
+
 PyObject *torch_data(PyObject *tensor) {
     return read_attribute(tensor, &of_data, torch_names.data);
 }

@@ -66,6 +66,7 @@ PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, 
 int torch_requires_grad(PyObject *tensor);                    /* 1, 0, or -1 */
 bool torch_is_tensor(PyObject *object);
 PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no history */
+PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel); /* that of tensor[offset:offset + numel] */
 
 /* tensor[offset : offset + numel] as a tensor of `shape`, with `strides` unless that is Py_None; outside of autograd. */
 PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *shape, PyObject *strides);

@@ -37,6 +37,7 @@ class UnitPlan(NamedTuple):
     padded_numel: int
     mixed_precision: str
     use_orig_params: bool
+    node_ranks: int
     is_optional: bool
 
     def needs(self) -> dict[str, object]:
@@ -48,6 +49,7 @@ class UnitPlan(NamedTuple):
             "dtype": self.dtype,
             "mixed_precision": self.mixed_precision,
             "padded number of elements": self.padded_numel,
+            "reshard_after_forward": self.node_ranks,
             "optional": self.is_optional,
         }
 
@@ -102,6 +104,7 @@ def _unit_plan(path: str, module: ShardedModule, root: ShardedModule) -> UnitPla
         handle.layout.padded_numel,
         f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
         module._use_orig_params,
+        0 if module._node_group is None else module._node_group.size(),
         is_optional(root, path),
     )
 

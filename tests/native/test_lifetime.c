@@ -35,7 +35,7 @@ static bool it_said(const char *expected) {
 int unit_gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
-    say("gather", unit);
+    say(storage_gathers_in_node(&unit->handle->storage) ? "within" : "gather", unit);
     unit->handle->storage.param_state = PARAM_UNSHARDED;
     return 0;
 }
@@ -47,6 +47,17 @@ int unit_wait_gathered(struct unit *unit) {
 
 int unit_gather_and_wait(struct unit *unit) {
     return unit_gather(unit);
+}
+
+int unit_keep_node_parts(struct unit *unit) {
+    unit->handle->storage.copy->node_part.allocated =
+        !unit->is_root && storage_keeps_node_parts(&unit->handle->storage);
+    return 0;
+}
+
+int unit_forget_node_parts(struct unit *unit) {
+    unit->handle->storage.copy->node_part.allocated = false;
+    return 0;
 }
 
 int unit_reshard(struct unit *unit, bool free_storage) {
@@ -271,6 +282,29 @@ static void test_copies_of_what_is_not_sharded_are_freed_at_once(void) {
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0"));
 }
 
+static void keep_in_nodes(void) {
+    static char source;
+    for (int i = 0; i < UNITS; i++)
+        handles[i].storage.copy->node_source = (PyObject *)&source; /* is not followed */
+}
+
+static void test_what_a_node_keeps_is_gathered_by_the_backward_alone(void) {
+    build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
+    keep_in_nodes();
+    for (int step = 0; step < 2; step++) {
+        forward(true);
+        CHECK(it_said(step == 0 ? "gather0 gather1 free1 gather2 free2 gather3 free3"
+                                : "gather0 gather1 gather2 free1 gather3 free2 free3"));
+        backward();
+        CHECK(it_said("within3 within2 free3 settle within1 free2 settle free1 settle free0 settle"));
+        end_backward();
+    }
+    forward(true); /* no backward follows: the next forward is of other parameters */
+    said[0] = '\0';
+    forward(false);
+    CHECK(it_said("gather1 gather2 free1 gather3 free2 free3 free0 settle"));
+}
+
 static void test_the_first_forward_tells_the_next_what_to_gather_ahead(void) {
     build(FULL_SHARD, PREFETCH_NONE, true);
     forward(true);
@@ -375,6 +409,7 @@ int main(void) {
     RUN(test_shard_grad_op_keeps_each_unit_for_its_backward);
     RUN(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered);
     RUN(test_copies_of_what_is_not_sharded_are_freed_at_once);
+    RUN(test_what_a_node_keeps_is_gathered_by_the_backward_alone);
     RUN(test_the_first_forward_tells_the_next_what_to_gather_ahead);
     RUN(test_limits_say_how_many_units_are_gathered_ahead);
     RUN(test_after_a_unit_the_next_is_gathered_before_its_memory_goes);
