@@ -82,6 +82,7 @@ class Row:
     backward_prefetch: str = "BACKWARD_PRE"
     offload: bool = False  # parameters, gradients and the optimizer to the CPU
     ahead: int = 1  # units that fsdp_c gathers ahead
+    to_node: bool = False  # backwards gather within a node what its ranks keep of the forward: fsdp_c, FSDP2
 
 
 @dataclass
@@ -302,6 +303,7 @@ def table(results: list[Result], alone: Result) -> str:
     for each in results:
         prefetches = each.row.forward_prefetch and each.row.implementation != "torch.fsdp2"
         name = each.row.implementation + (", forward_prefetch" if prefetches else "")
+        name += ", to the node" if each.row.to_node and each.row.implementation != "torch.fsdp1" else ""
         name += f", {each.row.ahead} ahead" if each.row.ahead != 1 and each.row.implementation == "fsdp_c" else ""
         times = (each.compute_ms, each.communication_ms, each.exposed_ms, each.host_ms, each.at_most_ms)
         lines.append(
@@ -394,6 +396,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--ahead", type=int, default=1, metavar="N", help="units that fsdp_c gathers ahead, where it does (1)"
     )
+    parser.add_argument(
+        "--to-node", action="store_true", help="after a forward fsdp_c and FSDP2 reshard to a node, not to all ranks"
+    )
     parser.add_argument("--offload", action="store_true", help="CPU offload")
     parser.add_argument(
         "--standard", action="store_true", help="a fixed choice of rows, one line each, with what holds fsdp_c up"
@@ -436,6 +441,7 @@ def main() -> None:
                     given.free_host,
                     offload=given.offload,
                     ahead=given.ahead,
+                    to_node=given.to_node,
                 )
                 for name in (ALONE, *given.impl)
             ]

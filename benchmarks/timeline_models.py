@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
 from benchmarks.common import fsdp_class
+from fsdp_c.wrap import reshard_after_forward
 
 if TYPE_CHECKING:
     from benchmarks.timeline import Model, Row
@@ -89,11 +91,12 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
         return model.to(torch.bfloat16), parameters
     mesh = mesh_of(row.strategy, machine)
     if row.implementation == "torch.fsdp2":
-        return fsdp2(row, model, mesh), parameters
+        return fsdp2(row, model, mesh, machine), parameters
     if row.implementation == "fsdp_c":
         # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
         torch.autograd.profiler._is_profiler_enabled = True
-    wrapped: Any = fsdp1(row, model, device_mesh=mesh)
+    with reshard_after_forward(node_of(machine)) if reshards_to_node(row) else nullcontext():
+        wrapped: Any = fsdp1(row, model, device_mesh=mesh)
     if row.implementation == "fsdp_c":
         order = wrapped._exec_order_data
         order._forward_prefetch_limit = order._backward_prefetch_limit = row.ahead
@@ -107,6 +110,16 @@ def mesh_of(strategy: str, machine: dict[str, Any]) -> DeviceMesh | None:
     per_node = machine["gpus_per_node"]
     nodes = dist.get_world_size() // per_node
     return init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
+
+
+def reshards_to_node(row: Row) -> bool:
+    return row.implementation == "fsdp_c" and row.to_node
+
+
+def node_of(machine: dict[str, Any]) -> DeviceMesh:
+    per_node = machine["gpus_per_node"]
+    mesh = init_device_mesh("cuda", (dist.get_world_size() // per_node, per_node), mesh_dim_names=("nodes", "node"))
+    return mesh["node"]
 
 
 def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
@@ -127,10 +140,11 @@ def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:
         )
 
 
-def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None) -> nn.Module:
+def fsdp2(row: Row, model: nn.Module, mesh: DeviceMesh | None, machine: dict[str, Any]) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    reshards = row.strategy != "SHARD_GRAD_OP"
+    reshards = machine["gpus_per_node"] if row.to_node else row.strategy != "SHARD_GRAD_OP"
     offload = CPUOffloadPolicy() if row.offload else OffloadPolicy()
-    for module in (*(module for module in model.modules() if isinstance(module, Block)), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshards, offload_policy=offload)
-    return model
+    settings = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+    for block in [module for module in model.modules() if isinstance(module, Block)]:
+        fully_shard(block, reshard_after_forward=reshards, **settings)
+    return fully_shard(model, reshard_after_forward=reshards, **settings)
