@@ -46,6 +46,19 @@ def test_memory_runs_out() -> None:
     torch.empty(2**20, dtype=torch.uint8, device=GPU)
 
 
+def test_a_pool_keeps_its_memory_while_it_lives_whoever_empties_the_cache() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        torch.empty(2**25, dtype=torch.uint8, device=GPU)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before + 2**25
+    del pool
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() == before
+
+
 def test_a_block_goes_to_its_own_stream_alone() -> None:
     other = torch.cuda.Stream()
     address = torch.empty(1000, device=GPU).data_ptr()

@@ -398,10 +398,12 @@ pool_id new_pool() {
 }
 
 void keep_pool(pool_id pool) {
+    holding lock(device_lock);
     kept_pools[pool.second]++;
 }
 
 void release_pool(pool_id pool) {
+    holding lock(device_lock);
     if (--kept_pools[pool.second] == 0) {
         kept_pools.erase(pool.second);
     }

@@ -53,8 +53,8 @@ DEVICE_API void set_fraction(double fraction, int device); /* of it that may be 
 DEVICE_API pool_id new_pool();
 DEVICE_API void begin_pool(int device, pool_id pool);
 DEVICE_API void end_pool(int device, pool_id pool);
-void keep_pool(pool_id pool); /* emptying the cache leaves it, until it is released as often */
-void release_pool(pool_id pool);
+DEVICE_API void keep_pool(pool_id pool); /* emptying the cache leaves it, until it is released as often */
+DEVICE_API void release_pool(pool_id pool);
 
 /* ---- memory of the host that the device reads and writes by itself ---- */
 DEVICE_API void *pinned_alloc(size_t nbytes);

@@ -135,9 +135,15 @@ static py::dict stats_dict(int device) {
 
 using id_pair = std::pair<uint64_t, uint64_t>;
 
+/* As torch's: its memory stays while it lives, whoever empties the cache. */
 struct mem_pool {
     mem_pool(const py::object &, bool, bool, bool) : id(new_pool()) {
+        keep_pool(id);
     }
+    ~mem_pool() {
+        release_pool(id);
+    }
+    mem_pool(const mem_pool &) = delete;
     pool_id id;
 };
 
