@@ -303,10 +303,12 @@ class Runtime:
     def reset_grad_info(self) -> None:
         """``Handle.collect_user_grads`` on every handle."""
 
-# what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may take
+# what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may take;
+# memory that is taken in one piece and given back at once, of which that of units is cut
 DRY_RUN_GATHER: int
 DRY_RUN_TAKE: int
 DRY_RUN_GIVE_BACK: int
+DRY_RUN_GROW: int
 
 # (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 under
 # NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it has parameters,
@@ -325,8 +327,8 @@ def dry_run(
     forward_prefetch_limit: int,
     has_streams: bool,  # computes on a GPU
     inputs_require_grad: bool,
-) -> list[list[tuple[int, int]]]:
-    """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit).
+) -> list[list[tuple[int, int, int]]]:
+    """What the runtime would do in these steps, without tensors, modules or device: (what, index of the unit, bytes).
 
     One list for what is reserved before the first step, then three for each step: its forward, its backward, its end.
     Each unit runs once, computes with its own parameters, then runs the units inside, and returns what the last of them

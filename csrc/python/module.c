@@ -217,6 +217,7 @@ static int add_constants(PyObject *module) {
         {"DRY_RUN_GATHER", DRY_RUN_GATHER},
         {"DRY_RUN_TAKE", DRY_RUN_TAKE},
         {"DRY_RUN_GIVE_BACK", DRY_RUN_GIVE_BACK},
+        {"DRY_RUN_GROW", DRY_RUN_GROW},
         {"SET_DIRECTLY", SETTING_DIRECT},
         {"SET_BY_SETATTR", SETTING_BY_SETATTR},
         {"SET_BYPASSING", SETTING_BYPASS},

@@ -33,11 +33,15 @@ struct dry_run {
 
 /* ---- what is recorded ---- */
 
-static int record(const struct actor *actor, enum dry_event event) {
-    PyObject *item = Py_BuildValue("(iL)", (int)event, (long long)actor->unit.place.unit);
-    int result = item ? PyList_Append(actor->run->events, item) : -1;
+static int append(struct dry_run *run, enum dry_event event, int64_t unit, int64_t nbytes) {
+    PyObject *item = Py_BuildValue("(iLL)", (int)event, (long long)unit, (long long)nbytes);
+    int result = item ? PyList_Append(run->events, item) : -1;
     Py_XDECREF(item);
     return result;
+}
+
+static int record(const struct actor *actor, enum dry_event event) {
+    return append(actor->run, event, actor->unit.place.unit, actor->is->nbytes);
 }
 
 /* In the place of a storage's resize_, before the buffer knows of it. */
@@ -303,8 +307,16 @@ static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
     return run->requires_grad ? finish_backward(run) : 0;
 }
 
+/* In the place of runtime_reserve. */
+static int reserve(struct dry_run *run) {
+    int64_t nbytes = runtime_piece_nbytes(&run->runtime);
+    if (nbytes && append(run, DRY_RUN_GROW, run->actors->unit.place.unit, nbytes) < 0)
+        return -1;
+    return runtime_take_memory(&run->runtime);
+}
+
 static int run_all(struct dry_run *run, PyObject *lists, const bool *sync_gradients, int64_t num_steps) {
-    if (begin_list(run, lists) < 0 || (run->tree->has_streams && runtime_take_memory(&run->runtime) < 0))
+    if (begin_list(run, lists) < 0 || (run->tree->has_streams && reserve(run) < 0))
         return -1;
     for (int64_t i = 0; i < num_steps; i++)
         if (run_step(run, lists, sync_gradients[i]) < 0)

@@ -35,10 +35,11 @@ enum dry_event {
     DRY_RUN_GATHER,    /* the unit's all-gather; where nothing is taken for it, into memory that was held back for it */
     DRY_RUN_TAKE,      /* memory for the unit */
     DRY_RUN_GIVE_BACK, /* which other units may take from now on */
+    DRY_RUN_GROW,      /* memory that is taken in one piece and given back at once: the root's */
 };
 
 /* Lazy initialisation and one step for each of `sync_gradients`, false where it runs under no_sync(). New reference to a list of lists
- * of (enum dry_event, index of the unit): what is reserved, then for each step a forward, a backward and its end. NULL with an
+ * of (enum dry_event, index of the unit, bytes): what is reserved, then for each step a forward, a backward and its end. NULL with an
  * exception. */
 PyObject *dry_run_steps(const struct dry_tree *tree, const bool *sync_gradients, int64_t num_steps);
 

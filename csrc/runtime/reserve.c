@@ -1,4 +1,6 @@
-/* Before the first step: the pool holds what as many units want as are gathered at a time. */
+/* Before the first step: the pool holds what as many units want as are gathered at a time. It is one piece, so that torch's allocator
+ * cuts off what a unit wants, to 512 bytes; from pieces of their own units would be given up to 1 MiB more, and no two of them could
+ * make room for a larger one. */
 #include "runtime/runtime.h"
 
 /* In use, gathered ahead, and in forward held until its last use is settled. */
@@ -31,37 +33,53 @@ static int64_t gathered_nbytes(struct unit *unit) {
     return nbytes;
 }
 
-static int take(struct unit *unit) {
-    FOR_PARTS(part, unit)
-        if (storage_reserve(&part->handle->storage) < 0)
-            return -1;
-    return 0;
+static bool is_larger(struct unit *unit, struct unit *other) {
+    int64_t nbytes = gathered_nbytes(unit), nbytes_of_other = gathered_nbytes(other);
+    return nbytes > nbytes_of_other || (nbytes == nbytes_of_other && unit->place.unit < other->place.unit);
 }
 
-/* The largest among the units that give their storage back in a step; NULL when all have some. */
-static struct unit *next_to_take(const struct runtime *runtime) {
+/* The largest among the units that give their storage back in a step, after `previous`; NULL when there is none. */
+static struct unit *next_largest(const struct runtime *runtime, struct unit *previous) {
     struct unit *largest = NULL;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (unit->leader || !has_storage_to_take(unit) || stays_gathered(unit))
             continue;
-        if (!largest || gathered_nbytes(unit) > gathered_nbytes(largest))
+        if ((!previous || is_larger(previous, unit)) && (!largest || is_larger(unit, largest)))
             largest = unit;
     }
     return largest;
 }
 
-static int take_all(struct runtime *runtime) {
-    struct unit *unit;
+/* `visit` each storage that is held at a time: 0 or -1. */
+static int for_all_held(const struct runtime *runtime, int (*visit)(struct storage *, void *), void *arg) {
     for (int64_t i = 0; i < runtime->num_units; i++) {
-        unit = runtime->units[i];
-        if (has_storage_to_take(unit) && stays_gathered(unit) && storage_reserve(&unit->handle->storage) < 0)
+        struct unit *unit = runtime->units[i];
+        if (has_storage_to_take(unit) && stays_gathered(unit) && visit(&unit->handle->storage, arg) < 0)
             return -1;
     }
-    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_to_take(runtime)); i--)
-        if (take(unit) < 0)
-            return -1;
+    struct unit *unit = NULL;
+    for (int64_t i = units_at_a_time(runtime); i > 0 && (unit = next_largest(runtime, unit)); i--)
+        FOR_PARTS(part, unit)
+            if (visit(&part->handle->storage, arg) < 0)
+                return -1;
     return 0;
+}
+
+static int add_to_piece(struct storage *storage, void *nbytes) {
+    *(int64_t *)nbytes += pool_nbytes_of_piece(storage->copy->full.nbytes);
+    return 0;
+}
+
+int64_t runtime_piece_nbytes(const struct runtime *runtime) {
+    int64_t nbytes = 0;
+    for_all_held(runtime, add_to_piece, &nbytes);
+    return pool_piece_nbytes(nbytes);
+}
+
+static int take(struct storage *storage, void *arg) {
+    (void)arg;
+    return storage_reserve(storage);
 }
 
 static int give_all_back(struct runtime *runtime) {
@@ -73,8 +91,14 @@ static int give_all_back(struct runtime *runtime) {
 }
 
 int runtime_take_memory(struct runtime *runtime) {
-    int result = take_all(runtime);
+    int result = for_all_held(runtime, take, NULL);
     return give_all_back(runtime) < 0 ? -1 : result;
+}
+
+static int take_memory(struct runtime *runtime) {
+    if (pool_grow(&runtime->schedule.pool, runtime_piece_nbytes(runtime)) < 0)
+        return -1;
+    return runtime_take_memory(runtime);
 }
 
 int runtime_reserve(struct runtime *runtime) {
@@ -83,5 +107,5 @@ int runtime_reserve(struct runtime *runtime) {
         return 0;
     if (schedule_begin_reserve(schedule) < 0)
         return -1;
-    return schedule_end_reserve(schedule, runtime_take_memory(runtime));
+    return schedule_end_reserve(schedule, take_memory(runtime));
 }

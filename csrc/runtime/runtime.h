@@ -53,8 +53,9 @@ int runtime_collect_user_grads(struct runtime *runtime);
 void runtime_enter_forward(struct runtime *runtime); /* one more unit is amid its forward */
 void runtime_leave_forward(struct runtime *runtime);
 
-int runtime_reserve(struct runtime *runtime);     /* reserve.c: before the first step, memory for what it gathers */
-int runtime_take_memory(struct runtime *runtime); /* that memory, and give it back. 0 or -1 */
+int runtime_reserve(struct runtime *runtime); /* reserve.c: before the first step, memory for what it gathers */
+int64_t runtime_piece_nbytes(const struct runtime *runtime); /* in one piece, before it is taken for each storage */
+int runtime_take_memory(struct runtime *runtime);            /* for each, and give it back. 0 or -1 */
 int runtime_reshard_units(
     struct runtime *runtime); /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
 

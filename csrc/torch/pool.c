@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include "torch/names.h"
 #include "torch/ref.h"
 
 static int is_cuda(PyObject *device) {
@@ -97,4 +98,33 @@ int pool_leave(struct pool *pool) {
     PyObject *context = pool->entered;
     pool->entered = NULL;
     return context ? leave(context) : 0;
+}
+
+/* ---- one piece ---- */
+
+int64_t pool_nbytes_of_piece(int64_t nbytes) {
+    int64_t rounded = (nbytes + POOL_UNIT - 1) / POOL_UNIT * POOL_UNIT;
+    return rounded > POOL_SMALL ? rounded : 0;
+}
+
+int64_t pool_piece_nbytes(int64_t nbytes_of_blocks) {
+    return nbytes_of_blocks ? nbytes_of_blocks + POOL_LARGEST_REST + POOL_UNIT : 0;
+}
+
+/* It is free again at once, and stays in the pool. */
+static int take_piece(struct pool *pool, int64_t nbytes) {
+    PyObject *piece = pool_enter(pool) < 0 ? NULL : torch_empty(nbytes, torch_names.uint8, pool->device);
+    int result = piece ? 0 : -1;
+    Py_XDECREF(piece);
+    return pool_leave(pool) < 0 ? -1 : result;
+}
+
+/* Blocks that do not find one are taken each by itself. */
+int pool_grow(struct pool *pool, int64_t nbytes) {
+    if (!pool->pool || !nbytes || take_piece(pool, nbytes) == 0)
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    return 0;
 }

@@ -8,6 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdbool.h>
+#include <stdint.h>
 
 struct pool {
     PyObject *pool;    /* owned; NULL where there is none */
@@ -17,6 +18,9 @@ struct pool {
     bool reserved;     /* written by the owner, once it has taken all that its steps will take */
 };
 
+/* As torch's allocator has it: at most this much comes from segments for small blocks, and so large a rest stays with a block. */
+enum { POOL_UNIT = 512, POOL_SMALL = 1 << 20, POOL_LARGEST_REST = 1 << 20 };
+
 /* `device` is a torch.device. 0, or -1 with an exception and `pool` zeroed. */
 int pool_init(struct pool *pool, PyObject *device);
 void pool_fini(struct pool *pool);
@@ -24,6 +28,13 @@ void pool_fini(struct pool *pool);
 /* What it holds free goes to torch's allocator, whose empty_cache() gives it to the driver; it holds nothing, and nothing is
  * reserved. 0, or -1 and the pool is as before. */
 int pool_empty(struct pool *pool);
+
+/* What a block of `nbytes` takes of a piece; 0 where it comes from segments for small blocks. */
+int64_t pool_nbytes_of_piece(int64_t nbytes);
+/* How large a piece is that is cut into blocks of so much in all: what is over stays free, as it would belong to one of them otherwise. */
+int64_t pool_piece_nbytes(int64_t nbytes_of_blocks);
+/* On the stream whose memory it is to be: a free piece of so much is there, unless the device has none. 0 or -1. */
+int pool_grow(struct pool *pool, int64_t nbytes);
 
 int pool_enter(struct pool *pool); /* this thread allocates from the pool from now on. 0 or -1 */
 int pool_leave(struct pool *pool); /* 0 or -1; an exception that is set stays */

@@ -17,9 +17,11 @@ from fsdp_c import _C
 from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
 from fsdp_c.tools import allocator
 
-Event = tuple[int, int]  # a constant of _C, and the unit
-STEP = (True, True)  # gradients are reduced in each; in the first there is no order of units yet
-ACCUMULATION = (True, False, False, True)  # two backwards under no_sync() before one that reduces
+Event = tuple[int, int, int]  # a constant of _C, the unit, and bytes
+STEP = (True,)  # whether gradients are reduced
+ACCUMULATION = (False, False, True)  # two backwards under no_sync() before one that reduces
+BEFORE = (True,)  # in the first step there is no order of units yet
+BEFORE_ACCUMULATION = (True, True)  # nor, if the second takes more memory, all the segments that later ones find
 
 
 class StepUnit(NamedTuple):
@@ -47,17 +49,24 @@ class StepMemory(NamedTuple):
     gathers: tuple[int, ...]
 
 
-def of_step(units: Sequence[StepUnit], sync_gradients: Sequence[bool] = STEP) -> StepMemory:
-    """The unsharded storage of ``units``, an outer one before its inner ones, in all of the steps but the first.
+def of_step(units: Sequence[StepUnit]) -> StepMemory:
+    """What a step of ``units`` does, an outer one before its inner ones."""
+    return _of_steps(units, BEFORE, STEP)
 
-    ``sync_gradients``: whether gradients are reduced, for each step.
-    """
+
+def of_accumulation(units: Sequence[StepUnit]) -> StepMemory:
+    """What three steps do that accumulate gradients, after others."""
+    return _of_steps(units, BEFORE_ACCUMULATION, ACCUMULATION)
+
+
+def _of_steps(units: Sequence[StepUnit], before: Sequence[bool], measured: Sequence[bool]) -> StepMemory:
+    """Whether gradients are reduced, for each of the steps that are measured, and of those before."""
     storage = _Storage(units)
-    for step, events in enumerate(_steps(units, sync_gradients)):
-        for kind, index in events:
-            storage.follow(kind, index)
-        if step == 0:
+    for step, events in enumerate(_steps(units, [*before, *measured])):
+        if step == len(before):
             storage.begin_to_measure()
+        for event in events:
+            storage.follow(*event)
     return StepMemory(storage.peak_nbytes, storage.peak_allocated_nbytes, tuple(storage.gathers))
 
 
@@ -65,36 +74,38 @@ class _Storage:
     """The bytes that units hold."""
 
     def __init__(self, units: Sequence[StepUnit]) -> None:
-        self._units = units
         trees = _trees(units)
         self._pools = {index: pool for tree in trees for pool in [_pool_of(units[tree[0]])] for index in tree}
         self._held: dict[int, allocator.Block] = {}
         self._nbytes = self._allocated_nbytes = 0
+        self._num_units = len(units)
         self.begin_to_measure()
 
     def begin_to_measure(self) -> None:
         self.peak_nbytes, self.peak_allocated_nbytes = self._nbytes, self._allocated_nbytes
-        self.gathers = [0] * len(self._units)
+        self.gathers = [0] * self._num_units
 
-    def follow(self, kind: int, index: int) -> None:
+    def follow(self, kind: int, index: int, nbytes: int) -> None:
         if kind == _C.DRY_RUN_GATHER:
             self.gathers[index] += 1
         elif kind == _C.DRY_RUN_TAKE:
-            self._take(index)
-        else:
-            self._give_back(index)
+            self._take(index, nbytes)
+        elif kind == _C.DRY_RUN_GIVE_BACK:
+            self._give_back(index, nbytes)
+        elif pool := self._pools[index]:
+            pool.give_back(pool.take(nbytes))
 
-    def _take(self, index: int) -> None:
-        pool, nbytes = self._pools[index], self._units[index].nbytes
+    def _take(self, index: int, nbytes: int) -> None:
+        pool = self._pools[index]
         block = self._held[index] = allocator.Block(nbytes, 0, False) if pool is None else pool.take(nbytes)
         self._nbytes += nbytes
         self._allocated_nbytes += block.nbytes
         self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
         self.peak_allocated_nbytes = max(self.peak_allocated_nbytes, self._allocated_nbytes)
 
-    def _give_back(self, index: int) -> None:
+    def _give_back(self, index: int, nbytes: int) -> None:
         pool, block = self._pools[index], self._held.pop(index)
-        self._nbytes -= self._units[index].nbytes
+        self._nbytes -= nbytes
         self._allocated_nbytes -= block.nbytes
         if pool is not None:
             pool.give_back(block)
@@ -149,7 +160,7 @@ def _dry_run(
         has_streams=root.has_streams,
         inputs_require_grad=inputs_require_grad,
     )
-    return [[(kind, tree[place]) for kind, place in events] for events in lists]
+    return [[(kind, tree[place], nbytes) for kind, place, nbytes in events] for events in lists]
 
 
 def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool, bool]:

@@ -161,7 +161,7 @@ class Summary:
 
         Strategies that keep parameters for the backward keep them until then, from one step to the next.
         """
-        return step_memory.of_step(self._step_units, step_memory.ACCUMULATION).peak_allocated_nbytes
+        return step_memory.of_accumulation(self._step_units).peak_allocated_nbytes
 
     @property
     def all_gathers(self) -> tuple[int, ...]:

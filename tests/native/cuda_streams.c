@@ -1,4 +1,5 @@
 /* csrc/torch/stream.c and pool.c as a library for ctypes, without torch: its current stream is what make_current says. */
+#include "torch/names.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
 #include "torch/torch_abi.h"
@@ -6,6 +7,7 @@
 enum { EVENTS = 4 };
 
 struct torch_abi torch_abi;
+struct torch_names torch_names;
 static struct streams streams;
 static struct pool pool;
 static stream_event events[EVENTS];
@@ -15,6 +17,14 @@ static AOTITorchError current_stream(int32_t device_index, void **stream) {
     (void)device_index;
     *stream = current;
     return 0;
+}
+
+PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
+    PyObject *module = PyImport_ImportModule("torch");
+    (void)dtype;
+    PyObject *tensor = module ? PyObject_CallMethod(module, "empty", "LO", (long long)numel, device) : NULL;
+    Py_XDECREF(module);
+    return tensor;
 }
 
 void make_current(void *stream) {
@@ -75,4 +85,16 @@ int use_pool(void) {
 
 int stop_using_pool(void) {
     return pool_leave(&pool);
+}
+
+int grow_pool(int64_t nbytes) {
+    return pool_grow(&pool, nbytes);
+}
+
+int64_t nbytes_of_piece(int64_t nbytes) {
+    return pool_nbytes_of_piece(nbytes);
+}
+
+int64_t piece_nbytes(int64_t nbytes_of_blocks) {
+    return pool_piece_nbytes(nbytes_of_blocks);
 }

@@ -89,6 +89,9 @@ def started(folder: str, index: int, current_device: int, **options: Any) -> tup
     driver.take_calls.restype = ctypes.c_char_p
     library = ctypes.PyDLL(f"{folder}/streams.so")
     library.start.argtypes = [ctypes.py_object]
+    for name in ("grow_pool", "nbytes_of_piece", "piece_nbytes"):
+        getattr(library, name).argtypes = [ctypes.c_int64]
+        getattr(library, name).restype = ctypes.c_int64 if name != "grow_pool" else ctypes.c_int
     cuda = Cuda(library, driver, **options)
     cuda.set_device(current_device)
     sys.modules["torch"], sys.modules["torch.cuda"] = ModuleType("torch"), cuda
@@ -233,6 +236,45 @@ def the_pool_is_entered_and_left(folder: str) -> None:
     library.finish()
 
 
+def a_piece_is_taken_inside_the_pool_and_free_at_once(folder: str) -> None:
+    library, _, cuda = started(folder, 0, 0)
+    cuda.said.clear()
+    sys.modules["torch"].empty = lambda numel, device: cuda.said.append((numel, device.index))  # type: ignore[attr-defined]
+    assert library.grow_pool(2**30) == 0
+    assert cuda.said == [("enter", "pool"), (2**30, 0), ("leave", "pool")], cuda.said
+    cuda.said.clear()
+    assert library.grow_pool(0) == 0 and cuda.said == []
+    library.finish()
+    library, _, cuda = started(folder, 0, 0, backend="cudaMallocAsync")
+    cuda.said.clear()
+    assert library.grow_pool(512) == 0 and cuda.said == []
+    library.finish()
+
+
+def a_device_without_room_for_a_piece_is_no_error_and_another_one_is(folder: str) -> None:
+    library, _, cuda = started(folder, 0, 0)
+    cuda.said.clear()
+    for error in (RuntimeError, KeyError):
+
+        def refuse(numel: int, device: Any, error: type[Exception] = error) -> None:
+            raise error
+
+        sys.modules["torch"].empty = refuse  # type: ignore[attr-defined]
+        try:
+            assert library.grow_pool(512) == 0 and error is RuntimeError
+        except KeyError:
+            assert error is KeyError
+    assert cuda.said == [("enter", "pool"), ("leave", "pool")] * 2, cuda.said
+    library.finish()
+
+
+def a_piece_is_cut_into_large_blocks_of_512_bytes_and_a_rest(folder: str) -> None:
+    library, *_ = started(folder, 0, 0)
+    assert [library.nbytes_of_piece(n) for n in (0, 1, 2**20, 2**20 + 1, 2**21)] == [0, 0, 0, 2**20 + 512, 2**21]
+    assert [library.piece_nbytes(n) for n in (0, 2**21)] == [0, 2**21 + 2**20 + 512]
+    library.finish()
+
+
 def an_error_on_a_side_stream_stays_and_the_stream_is_left(folder: str) -> None:
     library, _, cuda = started(folder, 1, 0)
     try:
@@ -267,6 +309,9 @@ CASES = {
         a_hook_under_another_stream_is_that_streams,
         streams_that_were_left_wait_for_the_one_that_used_their_memory,
         the_pool_is_entered_and_left,
+        a_piece_is_taken_inside_the_pool_and_free_at_once,
+        a_device_without_room_for_a_piece_is_no_error_and_another_one_is,
+        a_piece_is_cut_into_large_blocks_of_512_bytes_and_a_rest,
         an_error_on_a_side_stream_stays_and_the_stream_is_left,
         a_torch_that_refuses_is_told,
     )

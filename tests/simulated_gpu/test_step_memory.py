@@ -75,6 +75,18 @@ def run(program: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_what_steps_gather_is_cut_of_one_segment_without_rests() -> None:
+    """Of four layers of 2 MiB and a little, two at a time; the segment is the smallest that there is."""
+    run("""
+torch.cuda.empty_cache()
+with memory() as taken:
+    forward_backward()
+blocks = {block.nbytes for _, block, _ in taken.changes if block.in_pool}
+assert blocks == {2 * (1024 * 1024 + 1024)}, blocks
+assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [20 * 2**20]
+""")
+
+
 def test_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
     """Of four layers in bf16, reduced in fp32, the first alone comes last in backward."""
     run("""

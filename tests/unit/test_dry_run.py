@@ -10,7 +10,8 @@ import pytest
 
 from fsdp_c import _C
 
-NAMES = {_C.DRY_RUN_GATHER: "gather", _C.DRY_RUN_TAKE: "take", _C.DRY_RUN_GIVE_BACK: "give"}
+NAMES = {_C.DRY_RUN_GATHER: "gather", _C.DRY_RUN_TAKE: "take", _C.DRY_RUN_GIVE_BACK: "give", _C.DRY_RUN_GROW: "grow"}
+MIB = 2**20
 PRE, POST = 1, 2
 Unit = tuple[int, int, int, int, bool, bool, bool, bool, bool]
 
@@ -45,7 +46,7 @@ def run(units: tuple[Unit, ...], *sync_gradients: bool, **settings: Any) -> list
     lists = [reserved]
     for forward, backward, end in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         lists += [forward, backward + end]
-    return [[f"{NAMES[what]}{index}" for what, index in events] for events in lists]
+    return [[f"{NAMES[what]}{index}" for what, index, _ in events] for events in lists]
 
 
 def words(text: str) -> list[str]:
@@ -65,6 +66,30 @@ def test_with_streams_the_unit_freed_last_in_forward_is_held_back_and_what_gathe
     assert reserved == words("take0 take1 take2 give0 give1 give2")
     assert forward == words("gather0 take0 gather1 take1 gather2 take2 give1 gather3 take3 give2")
     assert backward == words("gather3 gather2 take2 give3 gather1 take1 give2 give1 give0")
+
+
+def reserved_first(*nbytes: int, **settings: Any) -> list[tuple[int, int, int]]:
+    """What is taken before a step, of a root and units inside."""
+    units = tuple(unit(0 if index else -1, size) for index, size in enumerate(nbytes))
+    limits = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1}
+    arguments = limits | {"has_streams": True, "inputs_require_grad": False} | settings
+    return _C.dry_run(units, (True,), **arguments)[0]
+
+
+def test_memory_grows_by_one_piece_for_all_that_is_held_at_a_time_and_a_rest_that_stays_free() -> None:
+    grown, *taken = reserved_first(3 * MIB, 4 * MIB + 1, 2 * MIB, 6 * MIB)
+    assert grown == (_C.DRY_RUN_GROW, 0, (3 + 4 + 6) * MIB + 512 + MIB + 512)
+    assert [index for _, index, _ in taken] == [0, 3, 1, 0, 1, 3]
+
+
+def test_small_units_are_not_of_the_piece() -> None:
+    grown, *_ = reserved_first(MIB, MIB + 1, MIB)
+    assert grown == (_C.DRY_RUN_GROW, 0, MIB + 512 + MIB + 512)
+    assert all(kind != _C.DRY_RUN_GROW for kind, _, _ in reserved_first(MIB, MIB, MIB))
+
+
+def test_without_streams_no_memory_is_taken_before() -> None:
+    assert reserved_first(3 * MIB, 4 * MIB, has_streams=False) == []
 
 
 def test_what_is_gathered_ahead_in_forward_is_known_from_the_first_step() -> None:
@@ -134,8 +159,8 @@ def test_the_end_of_a_backward_gives_back_what_nothing_else_did() -> None:
     units = (unit(-1, is_trainable=False), unit(0, is_trainable=True))
     settings = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1}
     _, _, backward, end = _C.dry_run(units, (True,), has_streams=False, inputs_require_grad=False, **settings)
-    assert backward == [(_C.DRY_RUN_GATHER, 1), (_C.DRY_RUN_TAKE, 1), (_C.DRY_RUN_GIVE_BACK, 1)]
-    assert end == [(_C.DRY_RUN_GIVE_BACK, 0)]
+    assert backward == [(_C.DRY_RUN_GATHER, 1, 10), (_C.DRY_RUN_TAKE, 1, 10), (_C.DRY_RUN_GIVE_BACK, 1, 10)]
+    assert end == [(_C.DRY_RUN_GIVE_BACK, 0, 10)]
 
 
 def test_the_unit_inside_whose_output_is_that_of_the_unit_around_it_is_gathered_first() -> None:

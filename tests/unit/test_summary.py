@@ -187,12 +187,12 @@ def test_more_is_held_where_more_is_gathered_ahead() -> None:
 
 
 def test_blocks_of_the_allocator_are_counted_where_the_ranks_compute_on_a_gpu() -> None:
-    """By hand: 12 MB take whole 2 MiB, 100 B take 512; a segment is kept for the next step."""
+    """By hand: 12 MB, cut of a larger piece, and 100 B take whole 512."""
     net = nn.Sequential(nn.Linear(3000, 1000, bias=False), nn.Linear(5, 5, bias=False))
     settings = {"world_size": 2, "auto_wrap_policy": LINEARS}
     on_gpu = fsdp_c.plan(net, device_type="cuda", **settings)
     assert on_gpu.peak_unsharded_nbytes == 12_000_000 + 4 * 26  # padded to two ranks
-    assert on_gpu.peak_allocated_nbytes == 12 * 2**20 + 512
+    assert on_gpu.peak_allocated_nbytes == 12_000_256 + 512
     on_cpu = fsdp_c.plan(net, device_type="cpu", **settings)
     assert on_cpu.peak_allocated_nbytes == on_cpu.peak_unsharded_nbytes
 
