@@ -304,19 +304,25 @@ class Runtime:
         """``Handle.collect_user_grads`` on every handle."""
 
 # what dry_run() tells of: a unit's all-gather; memory taken for it; memory given back, which other units may take;
-# memory that is taken in one piece and given back at once, of which that of units is cut
+# memory that is taken in one piece and given back at once, of which that of units is cut; an all-gather of what the
+# ranks of a node keep; what a rank does keep for it, and lets go of
 DRY_RUN_GATHER: int
 DRY_RUN_TAKE: int
 DRY_RUN_GIVE_BACK: int
 DRY_RUN_GROW: int
+DRY_RUN_GATHER_IN_NODE: int
+DRY_RUN_KEEP: int
+DRY_RUN_FORGET: int
 
 # (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 under
 # NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it has parameters,
-# any of them is trained, and, where that is given, it is a segment, and optional)
+# any of them is trained, and, where that is given, it is a segment, and optional; bytes that a rank keeps for a
+# backward that gathers within the node)
 _DryRunUnit: TypeAlias = (
     tuple[int, int, int, int, bool, bool, bool]
     | tuple[int, int, int, int, bool, bool, bool, bool]
     | tuple[int, int, int, int, bool, bool, bool, bool, bool]
+    | tuple[int, int, int, int, bool, bool, bool, bool, bool, int]
 )
 
 def dry_run(

@@ -9,11 +9,12 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
     long long parent, nbytes;
     int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable;
     int is_segment = 0, is_optional = 0;
+    long long node_nbytes = 0;
     if (!PyArg_ParseTuple(item,
-                          "LLiippp|pp;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
-                          "has_params, is_trainable[, is_segment[, is_optional]])",
+                          "LLiippp|ppL;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
+                          "has_params, is_trainable[, is_segment[, is_optional[, node_nbytes]]])",
                           &parent, &nbytes, &strategy, &backward_prefetch, &forward_prefetch, &has_params,
-                          &is_trainable, &is_segment, &is_optional))
+                          &is_trainable, &is_segment, &is_optional, &node_nbytes))
         return -1;
     if (index ? parent < 0 || parent >= index : parent != -1) {
         PyErr_Format(PyExc_ValueError, "unit %lld is inside unit %lld: outer units come first, and the root is one",
@@ -22,6 +23,7 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
     }
     *unit = (struct dry_unit){parent,
                               nbytes,
+                              node_nbytes,
                               (enum sharding_strategy)strategy,
                               (enum backward_prefetch)backward_prefetch,
                               forward_prefetch,

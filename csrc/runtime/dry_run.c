@@ -50,10 +50,19 @@ static int on_resize(void *target) {
     return record(actor, actor->handle.storage.copy->full.allocated ? DRY_RUN_GIVE_BACK : DRY_RUN_TAKE);
 }
 
+/* In the place of that of what is kept for the backward. */
+static int on_node_resize(void *target) {
+    const struct actor *actor = target;
+    enum dry_event event = storage_gathers_in_node(&actor->handle.storage) ? DRY_RUN_FORGET : DRY_RUN_KEEP;
+    return append(actor->run, event, actor->unit.place.unit, actor->is->node_nbytes);
+}
+
 /* In the place of an all-gather. */
 static int gather(struct unit *unit) {
     const struct actor *actor = (const struct actor *)((const char *)unit - offsetof(struct actor, unit));
-    if (record(actor, DRY_RUN_GATHER) < 0 || storage_alloc_unsharded(&unit->handle->storage) < 0)
+    bool in_node = storage_gathers_in_node(&unit->handle->storage);
+    if (record(actor, in_node ? DRY_RUN_GATHER_IN_NODE : DRY_RUN_GATHER) < 0 ||
+        storage_alloc_unsharded(&unit->handle->storage) < 0)
         return -1;
     return storage_set_state(&unit->handle->storage, PARAM_UNSHARDING);
 }
@@ -72,6 +81,22 @@ static void join_parent(struct dry_run *run, struct actor *actor) {
     actor->previous = parent->last;
     *(parent->last ? &parent->last->next : &parent->first) = actor;
     parent->last = actor;
+}
+
+static int init_buffer(struct buffer *buffer, struct actor *actor, int (*resized)(void *), int64_t nbytes) {
+    PyObject *resize = hook_new(resized, actor, NULL);
+    if (!resize)
+        return -1;
+    buffer_init_without_memory(buffer, actor->run->tensor, resize, nbytes);
+    Py_DECREF(resize);
+    return 0;
+}
+
+/* See [Note: node parts] in storage.h. */
+static int init_node_part(struct actor *actor) {
+    struct precision_copy *copy = actor->handle.storage.copy;
+    copy->node_source = Py_NewRef(actor->run->tensor);
+    return init_buffer(&copy->node_part, actor, on_node_resize, actor->is->node_nbytes);
 }
 
 static int init_handle(struct dry_run *run, struct actor *actor) {
@@ -93,12 +118,9 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                &handle->training_state);
     storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL,
                   actor->is->is_segment);
-    PyObject *resize = hook_new(on_resize, actor, NULL);
-    if (!resize)
+    if (init_buffer(&handle->storage.copy->full, actor, on_resize, actor->is->nbytes) < 0)
         return -1;
-    buffer_init_without_memory(&handle->storage.copy->full, run->tensor, resize, actor->is->nbytes);
-    Py_DECREF(resize);
-    return 0;
+    return actor->is->node_nbytes ? init_node_part(actor) : 0;
 }
 
 static int init_actor(struct dry_run *run, int64_t index) {
@@ -176,9 +198,15 @@ static int init(struct dry_run *run) {
     return 0;
 }
 
+static void fini_copy(struct precision_copy *copy) {
+    buffer_fini(&copy->full);
+    buffer_fini(&copy->node_part);
+    Py_CLEAR(copy->node_source);
+}
+
 static void fini(struct dry_run *run) {
     for (int64_t i = 0; run->actors && i < run->tree->num_units; i++)
-        buffer_fini(&run->actors[i].handle.storage.copies[PRECISION_COMPUTE].full);
+        fini_copy(&run->actors[i].handle.storage.copies[PRECISION_COMPUTE]);
     order_fini(&run->runtime.order);
     schedule_fini(&run->runtime.schedule);
     PyMem_Free(run->actors);

@@ -16,7 +16,8 @@
 struct dry_unit {
     int64_t
         parent; /* index of the unit around it, or whose segment it is; less than its own; -1 for the root, the first */
-    int64_t nbytes; /* of its unsharded parameters; 0 under NO_SHARD where the shard itself is computed with */
+    int64_t nbytes;      /* of its unsharded parameters; 0 under NO_SHARD where the shard itself is computed with */
+    int64_t node_nbytes; /* of what the rank keeps of these for the backward; 0 where that gathers over all ranks */
     enum sharding_strategy strategy;
     enum backward_prefetch backward_prefetch;
     bool forward_prefetch, has_params, is_trainable, is_segment;
@@ -36,6 +37,9 @@ enum dry_event {
     DRY_RUN_TAKE,      /* memory for the unit */
     DRY_RUN_GIVE_BACK, /* which other units may take from now on */
     DRY_RUN_GROW,      /* memory that is taken in one piece and given back at once: the root's */
+    DRY_RUN_GATHER_IN_NODE, /* the unit's all-gather of what the ranks of the node keep */
+    DRY_RUN_KEEP,           /* the unit's part of that */
+    DRY_RUN_FORGET,
 };
 
 /* Lazy initialisation and one step for each of `sync_gradients`, false where it runs under no_sync(). New reference to a list of lists

@@ -93,6 +93,14 @@ def node_group(shard_group: dist.ProcessGroup, strategy: ShardingStrategy) -> di
     return group if group.size() < shard_group.size() else None
 
 
+def planned_ranks(ranks: int | None, shards: int, strategy: ShardingStrategy) -> int | None:
+    """How many ranks a unit over ``shards`` ranks would be gathered within. Raises as wrapping does."""
+    if ranks is None or strategy not in RESHARDING_STRATEGIES or shards == _checked(ranks):
+        return None
+    check_fills(range(shards), ranks)
+    return ranks
+
+
 def _group_of_size(ranks: int) -> dist.ProcessGroup:
     """This rank's among the nodes of so many consecutive ranks, made once."""
     world = dist.group.WORLD

@@ -38,7 +38,7 @@ class Pool:
 
     def take(self, nbytes: int) -> Block:
         """A block of at least ``nbytes``."""
-        nbytes = _rounded(nbytes, UNIT)
+        nbytes = rounded(nbytes)
         is_small = nbytes <= SMALL
         place = bisect.bisect_left(self._free[is_small], Block(nbytes, -1, is_small))
         if place < len(self._free[is_small]):
@@ -64,7 +64,7 @@ class Pool:
 
     def _new_segment(self, nbytes: int) -> Block:
         is_small = nbytes <= SMALL
-        size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT if nbytes < MEDIUM else _rounded(nbytes, SEGMENT_UNIT)
+        size = SMALL_SEGMENT if is_small else MEDIUM_SEGMENT if nbytes < MEDIUM else rounded(nbytes, SEGMENT_UNIT)
         block = Block(size, self._next_address, is_small)
         self._next_address += size + UNIT  # so that segments are no neighbours
         return block
@@ -79,5 +79,5 @@ class Pool:
         del self._by_start[block.address], self._by_end[block.address + block.nbytes]
 
 
-def _rounded(nbytes: int, unit: int) -> int:
+def rounded(nbytes: int, unit: int = UNIT) -> int:
     return (nbytes + unit - 1) // unit * unit

@@ -3,15 +3,17 @@
 It takes a dry run of the step (csrc/runtime/dry_run.h, which says what is taken for granted of the model) and decides
 there, as in training, what is gathered, held back and freed when. Nothing of that is known here.
 
-What is counted is the storage that all-gathers fill, or casts and uploads where nothing is sharded. That is what a
-root's own pool holds on a GPU. Not counted: the shards, which are there all the time, and activations, gradients, and
-what the optimizer needs.
+What is counted is the storage that all-gathers fill, or casts and uploads where nothing is sharded, and what is kept of
+it for a backward that gathers within the node. The former is what a root's own pool holds on a GPU. Not counted: the
+shards, which are there all the time, and activations, gradients, and what the optimizer needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import torch
 
 from fsdp_c import _C
 from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
@@ -39,6 +41,7 @@ class StepUnit(NamedTuple):
     forward_prefetch_limit: int = 1
     is_segment: bool = False  # of the unit at ``parent``
     is_optional: bool = False
+    node_nbytes: int = 0  # that a rank keeps for a backward that gathers within the node
 
 
 class StepMemory(NamedTuple):
@@ -46,7 +49,8 @@ class StepMemory(NamedTuple):
 
     peak_nbytes: int  # of tensors
     peak_allocated_nbytes: int  # of the blocks that a GPU's allocator gives for them
-    gathers: tuple[int, ...]
+    gathers: tuple[int, ...]  # over all ranks
+    node_gathers: tuple[int, ...]
 
 
 def of_step(units: Sequence[StepUnit]) -> StepMemory:
@@ -67,7 +71,8 @@ def _of_steps(units: Sequence[StepUnit], before: Sequence[bool], measured: Seque
             storage.begin_to_measure()
         for event in events:
             storage.follow(*event)
-    return StepMemory(storage.peak_nbytes, storage.peak_allocated_nbytes, tuple(storage.gathers))
+    gathers = tuple(storage.gathers), tuple(storage.node_gathers)
+    return StepMemory(storage.peak_nbytes, storage.peak_allocated_nbytes, *gathers)
 
 
 class _Storage:
@@ -83,7 +88,7 @@ class _Storage:
 
     def begin_to_measure(self) -> None:
         self.peak_nbytes, self.peak_allocated_nbytes = self._nbytes, self._allocated_nbytes
-        self.gathers = [0] * self._num_units
+        self.gathers, self.node_gathers = [0] * self._num_units, [0] * self._num_units
 
     def follow(self, kind: int, index: int, nbytes: int) -> None:
         if kind == _C.DRY_RUN_GATHER:
@@ -92,21 +97,33 @@ class _Storage:
             self._take(index, nbytes)
         elif kind == _C.DRY_RUN_GIVE_BACK:
             self._give_back(index, nbytes)
+        elif kind == _C.DRY_RUN_GATHER_IN_NODE:
+            self.node_gathers[index] += 1
+        elif kind == _C.DRY_RUN_KEEP:
+            self._count(nbytes, self._kept_nbytes(index, nbytes))
+        elif kind == _C.DRY_RUN_FORGET:
+            self._count(-nbytes, -self._kept_nbytes(index, nbytes))
         elif pool := self._pools[index]:
             pool.give_back(pool.take(nbytes))
 
     def _take(self, index: int, nbytes: int) -> None:
         pool = self._pools[index]
         block = self._held[index] = allocator.Block(nbytes, 0, False) if pool is None else pool.take(nbytes)
+        self._count(nbytes, block.nbytes)
+
+    def _kept_nbytes(self, index: int, nbytes: int) -> int:
+        """That is memory of nobody's pool: what it takes beyond its rounded size depends on what else is there."""
+        return nbytes if self._pools[index] is None else allocator.rounded(nbytes)
+
+    def _count(self, nbytes: int, allocated_nbytes: int) -> None:
         self._nbytes += nbytes
-        self._allocated_nbytes += block.nbytes
+        self._allocated_nbytes += allocated_nbytes
         self.peak_nbytes = max(self.peak_nbytes, self._nbytes)
         self.peak_allocated_nbytes = max(self.peak_allocated_nbytes, self._allocated_nbytes)
 
     def _give_back(self, index: int, nbytes: int) -> None:
         pool, block = self._pools[index], self._held.pop(index)
-        self._nbytes -= nbytes
-        self._allocated_nbytes -= block.nbytes
+        self._count(-nbytes, -block.nbytes)
         if pool is not None:
             pool.give_back(block)
 
@@ -152,18 +169,19 @@ def _dry_run(
     units: Sequence[StepUnit], tree: list[int], sync_gradients: Sequence[bool], inputs_require_grad: bool
 ) -> list[list[Event]]:
     root, places = units[tree[0]], {index: place for place, index in enumerate(tree)}
-    lists = _C.dry_run(
-        tuple(_as_given(units[index], places) for index in tree),
-        tuple(sync_gradients),
-        backward_prefetch_limit=root.backward_prefetch_limit,
-        forward_prefetch_limit=root.forward_prefetch_limit,
-        has_streams=root.has_streams,
-        inputs_require_grad=inputs_require_grad,
-    )
+    with torch.enable_grad():  # as in a step, whatever holds where somebody asks
+        lists = _C.dry_run(
+            tuple(_as_given(units[index], places) for index in tree),
+            tuple(sync_gradients),
+            backward_prefetch_limit=root.backward_prefetch_limit,
+            forward_prefetch_limit=root.forward_prefetch_limit,
+            has_streams=root.has_streams,
+            inputs_require_grad=inputs_require_grad,
+        )
     return [[(kind, tree[place], nbytes) for kind, place, nbytes in events] for events in lists]
 
 
-def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool, bool]:
+def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool, bool, int]:
     return (
         -1 if unit.parent is None else places[unit.parent],
         unit.nbytes,
@@ -174,4 +192,5 @@ def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, in
         unit.is_trainable,
         unit.is_segment,
         unit.is_optional,
+        unit.node_nbytes,
     )

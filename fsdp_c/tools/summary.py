@@ -22,7 +22,7 @@ from fsdp_c.compat.upstream import (
     MixedPrecision,
     ShardingStrategy,
 )
-from fsdp_c.sharding import construction
+from fsdp_c.sharding import construction, node_groups
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
 from fsdp_c.sharding.grouping import groups_of, precision_for
 from fsdp_c.sharding.optional import is_optional
@@ -68,6 +68,7 @@ class UnitSummary:
     tied: tuple[tuple[str, str], ...] = ()  # further names of its parameters, also in inner units: (further, name)
     is_optional: bool = False  # a rank need not run it: it is gathered with the unit around it that is not optional
     is_segment: bool = False  # one more flat parameter of the unit at ``parent``, of another dtype or frozen
+    node_ranks: int | None = None  # within which its backward gathers: ``reshard_after_forward``
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -100,6 +101,11 @@ class UnitSummary:
     def all_gather_nbytes(self) -> int:
         """Bytes that one all-gather fills."""
         return _nbytes(self.padded_numel, self.param_dtype) if self.is_sharded else 0
+
+    @property
+    def node_nbytes(self) -> int:
+        """What a rank keeps from a forward for its backward, which gathers within the node."""
+        return self.all_gather_nbytes // self.node_ranks if self.node_ranks else 0
 
     @property
     def reduce_scatter_nbytes(self) -> int:
@@ -165,15 +171,21 @@ class Summary:
 
     @property
     def all_gathers(self) -> tuple[int, ...]:
-        """By unit how often a training step gathers it."""
-        return tuple(
-            count if unit.is_sharded else 0 for unit, count in zip(self.units, self._step.gathers, strict=True)
-        )
+        """By unit how often a training step gathers it, within a node or over all ranks."""
+        step = self._step
+        counts = [sum(each) for each in zip(step.gathers, step.node_gathers, strict=True)]
+        return tuple(count if unit.is_sharded else 0 for unit, count in zip(self.units, counts, strict=True))
 
     @property
     def all_gather_nbytes(self) -> int:
         """Bytes that the all-gathers of a training step fill on each rank."""
         return sum(count * unit.all_gather_nbytes for unit, count in zip(self.units, self.all_gathers, strict=True))
+
+    @property
+    def node_gather_nbytes(self) -> int:
+        """Bytes among them that are gathered within a node."""
+        counts = self._step.node_gathers
+        return sum(count * unit.all_gather_nbytes for unit, count in zip(self.units, counts, strict=True))
 
     @property
     def hint(self) -> str | None:
@@ -261,6 +273,7 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
         unit.forward_prefetch_limit,
         unit.is_segment,
         unit.is_optional,
+        unit.node_nbytes,
     )
 
 
@@ -320,6 +333,7 @@ def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None, limits: 
         forward_prefetch_limit=limits._forward_prefetch_limit,
         tied=() if handle is None else _tied(handle.flat_param._shared_param_infos),
         is_segment=fsdp_module._whole is not fsdp_module,
+        node_ranks=None if fsdp_module._node_group is None else fsdp_module._node_group.size(),
     )
 
 
@@ -358,6 +372,7 @@ def plan(
     device_type: str | None = None,
     backward_prefetch_limit: int = 1,
     forward_prefetch_limit: int = 1,
+    reshard_after_forward: int | None = None,
 ) -> Summary:
     """What FullyShardedDataParallel with these arguments would make of ``module`` on ``world_size`` ranks.
 
@@ -365,6 +380,7 @@ def plan(
     strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is where the ranks will
     compute, by default where ``module`` would here: on "cuda" a step holds one unit's storage more. The limits say how
     many units are gathered ahead, as ``model._exec_order_data._backward_prefetch_limit`` does for a wrapped model.
+    ``reshard_after_forward``: how many ranks gather for a backward, as under ``fsdp_c.wrap.reshard_after_forward()``.
 
     Raises what wrapping would raise: TypeError or ValueError for arguments that do not fit each other or ``module``.
     """
@@ -395,6 +411,7 @@ def plan(
     limits = {"backward_prefetch_limit": backward_prefetch_limit, "forward_prefetch_limit": forward_prefetch_limit}
     _check_limits(limits)
     planner = _Planner(module, {**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type, limits)
+    planner.reshard_after_forward = reshard_after_forward
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
 
@@ -444,6 +461,7 @@ class _Planner:
         self._chosen, self._homes, self._ignored = chosen, homes, ignored
         self._shards, self._replicas, self._device_type, self._limits = shards, replicas, device_type, limits
         self._added: set[nn.Module] = set()
+        self.reshard_after_forward: int | None = None
 
     def add(self, module: nn.Module, path: str, parent: int | None) -> None:
         """The unit around ``module``, and those inside it."""
@@ -484,6 +502,7 @@ class _Planner:
             forward_prefetch_limit=self._limits["forward_prefetch_limit"],
             tied=() if found is None else _tied(info for _, info in found.shared),
             is_optional=is_optional(self._root, path),
+            node_ranks=node_groups.planned_ranks(self.reshard_after_forward, self._shards, strategy),
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
 
@@ -559,7 +578,9 @@ def _text(whole: Summary) -> Iterator[str]:
     yield ""
     yield _memory(whole)
     if sum(whole.all_gathers):
-        yield f"per step: {_count(sum(whole.all_gathers), 'all-gather')}, {_size(whole.all_gather_nbytes)} on each rank"
+        within = f", {_size(whole.node_gather_nbytes)} of them within a node" if whole.node_gather_nbytes else ""
+        gathers = _count(sum(whole.all_gathers), "all-gather")
+        yield f"per step: {gathers}, {_size(whole.all_gather_nbytes)} on each rank{within}"
     if whole.hint is not None:
         yield from textwrap.wrap(f"hint: {whole.hint}", TEXT_WIDTH)
 
@@ -654,7 +675,8 @@ def _count(number: int, noun: str) -> str:
 
 def _ranks(unit: UnitSummary) -> str:
     replicas = f", {unit.replicas} replicas" if unit.replicas > 1 else ""
-    return f"{unit.sharding_strategy.name} over {_count(unit.shards, 'rank')}{replicas}"
+    within = f", within {unit.node_ranks} for its backward" if unit.node_ranks else ""
+    return f"{unit.sharding_strategy.name} over {_count(unit.shards, 'rank')}{within}{replicas}"
 
 
 def _dtypes(unit: UnitSummary) -> str:

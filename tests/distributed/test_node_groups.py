@@ -314,6 +314,37 @@ def test_parts_are_kept_from_forward_to_backward_alone(
     assert live_nbytes() == base
 
 
+@pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
+@on_ranks(4)
+def test_plan_and_summary_know_it(rank: int, world_size: int, precision: MixedPrecision | None) -> None:
+    model = build(mixed_precision=precision)
+    plain = EqualBlocks(BLOCKS, WIDTH)
+    planned = fsdp_c.plan(
+        plain,
+        world_size=world_size,
+        auto_wrap_policy=ModuleWrapPolicy({type(plain.blocks[0])}),
+        mixed_precision=precision,
+        use_orig_params=True,
+        device_type=device().type,
+        reshard_after_forward=NODE,
+    )
+    found = fsdp_c.summary(model)
+    assert found.units == planned.units
+    assert [unit.node_ranks for unit in found.units] == [NODE] * (BLOCKS + 1)
+    step(model, rank)
+    from fsdp_c import _C
+
+    base = settled_nbytes()
+    _C.peak_unsharded_nbytes(reset=True)
+    step(model, rank)
+    assert found.peak_unsharded_nbytes == _C.peak_unsharded_nbytes() - base
+    block = found.units[1].all_gather_nbytes
+    assert found.all_gather_nbytes == (2 * BLOCKS + 1) * block
+    assert found.node_gather_nbytes == BLOCKS * block
+    assert f"FULL_SHARD over {world_size} ranks, within {NODE} for its backward" in str(found)
+    assert "of them within a node" in str(found)
+
+
 class Mixed(nn.Module):
     """Frozen and trained parameters, integers, and a recomputation that is not reentrant."""
 

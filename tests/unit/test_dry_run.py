@@ -211,3 +211,17 @@ def test_units_in_another_order_are_refused(units: tuple[Unit, ...], says: str) 
 def test_a_unit_of_another_shape_is_refused() -> None:
     with pytest.raises(TypeError, match="a unit is"):
         run(((-1, 10),))  # type: ignore[arg-type]
+
+
+def test_what_the_ranks_of_a_node_keep_is_gathered_by_the_backward_alone() -> None:
+    within = {_C.DRY_RUN_GATHER_IN_NODE: "within", _C.DRY_RUN_KEEP: "keep", _C.DRY_RUN_FORGET: "forget"}
+    units = tuple((*each, 5) for each in blocks(2))
+    settings = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1, "inputs_require_grad": False}
+    _, forward, backward, end = _C.dry_run(units, (True,), has_streams=False, **settings)
+    told = [[f"{(NAMES | within)[what]}{index}" for what, index, _ in events] for events in (forward, backward, end)]
+    assert told == [
+        words("gather0 take0 gather1 take1 keep1 give1 gather2 take2 keep2 give2"),
+        words("within2 take2 forget2 within1 take1 give2 forget1 give1 give0"),
+        [],
+    ]
+    assert {nbytes for what, _, nbytes in forward + backward if what in (_C.DRY_RUN_KEEP, _C.DRY_RUN_FORGET)} == {5}
