@@ -92,13 +92,6 @@ static int init_buffer(struct buffer *buffer, struct actor *actor, int (*resized
     return 0;
 }
 
-/* See [Note: node parts] in storage.h. */
-static int init_node_part(struct actor *actor) {
-    struct precision_copy *copy = actor->handle.storage.copy;
-    copy->node_source = Py_NewRef(actor->run->tensor);
-    return init_buffer(&copy->node_part, actor, on_node_resize, actor->is->node_nbytes);
-}
-
 static int init_handle(struct dry_run *run, struct actor *actor) {
     struct handle *handle = &actor->handle;
     bool sharded = actor->is->strategy != NO_SHARD;
@@ -109,7 +102,9 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                   .sharded = sharded,
                   .skip_writeback_check = true},
         .storage = {.local_shard = run->tensor,
-                    .copies = {{.full_data = run->tensor, .is_local = !sharded && actor->is->nbytes == 0}}},
+                    .copies = {{.full_data = run->tensor,
+                                .node_source = actor->is->node_nbytes ? run->tensor : NULL,
+                                .is_local = !sharded && actor->is->nbytes == 0}}},
     };
     storage_bind(&handle->storage, &handle->param);
     slots_bind(&handle->slots, &handle->param);
@@ -120,7 +115,7 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                   actor->is->is_segment);
     if (init_buffer(&handle->storage.copy->full, actor, on_resize, actor->is->nbytes) < 0)
         return -1;
-    return actor->is->node_nbytes ? init_node_part(actor) : 0;
+    return init_buffer(&handle->storage.copy->node_part, actor, on_node_resize, actor->is->node_nbytes);
 }
 
 static int init_actor(struct dry_run *run, int64_t index) {
@@ -198,15 +193,14 @@ static int init(struct dry_run *run) {
     return 0;
 }
 
-static void fini_copy(struct precision_copy *copy) {
+static void fini_buffers(struct precision_copy *copy) {
     buffer_fini(&copy->full);
     buffer_fini(&copy->node_part);
-    Py_CLEAR(copy->node_source);
 }
 
 static void fini(struct dry_run *run) {
     for (int64_t i = 0; run->actors && i < run->tree->num_units; i++)
-        fini_copy(&run->actors[i].handle.storage.copies[PRECISION_COMPUTE]);
+        fini_buffers(&run->actors[i].handle.storage.copies[PRECISION_COMPUTE]);
     order_fini(&run->runtime.order);
     schedule_fini(&run->runtime.schedule);
     PyMem_Free(run->actors);
