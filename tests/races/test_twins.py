@@ -6,6 +6,7 @@ harness of the ranks looks for races and for memory that is given back early.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_c.wrap import reshard_after_forward
 from tests import simulated_gpu as device
 from tests.ranks import on_ranks
 from tests.simulated_gpu import races
@@ -48,6 +51,11 @@ def name_of(settings: dict[str, Any]) -> str:
 
 ON_ONE_NODE = [settings for settings in STANDARD if is_on_one_node(settings)]
 ON_NODES = [settings for settings in STANDARD if not is_on_one_node(settings)]
+ON_NODES += [
+    {"model": "1.3B", "machine": machine, "to_node": True, **more}
+    for machine in ("ib512", "ethernet64")
+    for more in ({}, {"offload": True}, {"forward_prefetch": True})  # type: ignore[var-annotated]
+]
 
 
 def twin_of(model: Model) -> Model:
@@ -77,6 +85,12 @@ def groups_of(row: Row) -> Any:
     return nccl_group()
 
 
+def within_nodes(row: Row) -> contextlib.AbstractContextManager[None]:
+    if not timeline_models.reshards_to_node(row):
+        return contextlib.nullcontext()
+    return reshard_after_forward(DeviceMesh.from_group(group_of(((0, 1), (2, 3))), "cuda"))
+
+
 def train(row: Row, rank: int) -> list[Tensor]:
     """Everything a user can see, on the CPU."""
     torch.manual_seed(7)
@@ -85,7 +99,8 @@ def train(row: Row, rank: int) -> list[Tensor]:
         model: Any = timeline_models.Llama(shape, shape.sequence)
     for name in ("cosine", "sine"):
         getattr(model, name).copy_(torch.linspace(-1, 1, getattr(model, name).numel()).view_as(getattr(model, name)))
-    model = timeline_models.fsdp1(row, model, process_group=groups_of(row))
+    with within_nodes(row):
+        model = timeline_models.fsdp1(row, model, process_group=groups_of(row))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     seen: list[Tensor] = []
     for step in range(STEPS):
