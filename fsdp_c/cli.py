@@ -128,6 +128,9 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser.add_argument("--forward-prefetch", action="store_true")
     parser.add_argument("--backward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
     parser.add_argument("--forward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
+    parser.add_argument(
+        "--reshard-after-forward", type=int, metavar="N", help="backwards gather within so many ranks, those of a node"
+    )
     parser.add_argument("--cpu-offload", action="store_true", help="shards are in CPU memory")
     parser.add_argument("--tokens", type=int, metavar="N", help="of a rank's batch: say which units wait for the host")
     parser.add_argument("--tflops", type=float, metavar="N", help="that a device really does, for --tokens")
@@ -173,6 +176,7 @@ def _plan(module: nn.Module, args: argparse.Namespace) -> Summary:
         device_type=args.device,
         backward_prefetch_limit=args.backward_prefetch_limit,
         forward_prefetch_limit=args.forward_prefetch_limit,
+        reshard_after_forward=args.reshard_after_forward,
     )
 
 

@@ -54,6 +54,10 @@ def _checked(ranks: int | DeviceMesh) -> int | DeviceMesh:
                 'instance mesh["node"]'
             )
         return ranks
+    return _checked_number(ranks)
+
+
+def _checked_number(ranks: int) -> int:
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise TypeError(
             f"reshard_after_forward takes a number of ranks or a DeviceMesh, not {type(ranks).__name__} {ranks!r}: "
@@ -95,7 +99,7 @@ def node_group(shard_group: dist.ProcessGroup, strategy: ShardingStrategy) -> di
 
 def planned_ranks(ranks: int | None, shards: int, strategy: ShardingStrategy) -> int | None:
     """How many ranks a unit over ``shards`` ranks would be gathered within. Raises as wrapping does."""
-    if ranks is None or strategy not in RESHARDING_STRATEGIES or shards == _checked(ranks):
+    if ranks is None or shards == _checked_number(ranks) or strategy not in RESHARDING_STRATEGIES:
         return None
     check_fills(range(shards), ranks)
     return ranks

@@ -395,6 +395,16 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "4 ranks do not fill nodes of 3",
     ),
+    "uneven nodes of a backward": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, reshard_after_forward=3),
+        ValueError,
+        "the 4 ranks that share a unit do not fill nodes of 3",
+    ),
+    "nodes of one rank": (
+        lambda: fsdp_c.plan(nn.Linear(3, 3), world_size=4, reshard_after_forward=1),
+        ValueError,
+        "takes at least 2 ranks, not 1",
+    ),
 }
 
 
@@ -434,6 +444,7 @@ def test_command_takes_what_changes_the_memory_of_a_step(capsys: pytest.CaptureF
     import plain_torchrun
 
     limits = ["--backward-prefetch-limit", "2", "--forward-prefetch", "--forward-prefetch-limit", "3", "--cpu-offload"]
+    limits += ["--reshard-after-forward", "4"]
     assert cli.main(["plan", MODEL, *FLAGS[:4], "--device", "cuda", *limits]) == 0
     planned = fsdp_c.plan(
         plain_torchrun.build_model(),
@@ -444,7 +455,9 @@ def test_command_takes_what_changes_the_memory_of_a_step(capsys: pytest.CaptureF
         forward_prefetch=True,
         forward_prefetch_limit=3,
         cpu_offload=CPUOffload(True),
+        reshard_after_forward=4,
     )
+    assert planned.node_gather_nbytes > 0
     assert capsys.readouterr().out == f"{planned}\n"
 
 
