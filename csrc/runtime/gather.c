@@ -206,11 +206,11 @@ int unit_forget_node_parts(struct unit *unit) {
 }
 
 /* Before the module may change what is gathered, as a gather over all ranks would not see that. The root stays gathered until its
- * backward. */
+ * backward, and an optional unit need not run on all ranks of a node. */
 int unit_keep_node_parts(struct unit *unit) {
     if (!storage_keeps_node_parts(&unit->handle->storage))
         return 0;
-    if (unit->is_root || !torch_grad_enabled())
+    if (unit->is_root || unit->optional.around || !torch_grad_enabled())
         return unit_forget_node_parts(unit);
     FOR_PARTS(part, unit)
         if (storage_keep_node_part(&part->handle->storage) < 0)

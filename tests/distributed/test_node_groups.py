@@ -372,19 +372,38 @@ def test_all_parts_of_a_unit_are_kept(rank: int, world_size: int) -> None:
     assert same(*found)
 
 
+class Chosen(nn.Module):
+    """A root with a layer that a rank may leave out, between two that it may not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.leaves_out = False
+        fsdp_c.optional(self.blocks[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != 1 or not self.leaves_out:
+                x = torch.tanh(block(x))
+        return x
+
+
 @on_ranks(4)
 def test_optional_units_are_gathered_over_all(rank: int, world_size: int) -> None:
     found = []
     for ranks in (NODE, None):
         torch.manual_seed(0)
-        model = EqualBlocks(BLOCKS, WIDTH).to(device())
-        fsdp_c.optional(model.blocks[1])
+        model = Chosen().to(device())
         with reshard_after_forward(ranks) if ranks else contextlib.nullcontext():
             wrapped = FSDP(
                 model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, device_id=device()
             )
-        found.append(step(wrapped, rank))
-    assert same(*found)
+        for leaves_out in (False, rank % NODE == 0, rank < NODE):
+            model.leaves_out = leaves_out
+            with recorded_gathers() as sizes:
+                found.append(step(wrapped, rank))
+            assert sizes.count(NODE) == (2 if ranks else 0)
+    assert all(map(same, found[:3], found[3:]))
 
 
 # ------------------------------------------------------------------ mistakes
