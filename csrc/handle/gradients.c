@@ -189,6 +189,12 @@ int gradients_take_reduce_input(struct gradients *gradients) {
     return gradients->reduce_input ? 0 : -1;
 }
 
+int64_t gradients_reduce_input_nbytes(const struct gradients *gradients) {
+    if (gradients->comm_hook.function && !gradients->comm_hook.native)
+        return 0;
+    return gradients->param->layout.padded_numel * dtype_nbytes(gradients->storage->copy->reduce_kind);
+}
+
 /* The one pass of the usual step: a single contribution is copied, cast and pre-divided at once. It stays in `pending`. */
 static int pack_directly(struct gradients *gradients) {
     if (!gradients->reduce_input && gradients_take_reduce_input(gradients) < 0)

@@ -93,6 +93,8 @@ void gradients_drop(struct gradients *gradients); /* after an exception: nothing
 int gradients_take_memory(struct gradients *gradients);
 /* Before gradients_pack_beside, on the stream whose memory the reduction's input is to be. 0 or -1. */
 int gradients_take_reduce_input(struct gradients *gradients);
+/* Its bytes; 0 where a user's hook is given it, who may keep it. */
+int64_t gradients_reduce_input_nbytes(const struct gradients *gradients);
 int gradients_reduce_enqueue(struct gradients *gradients);      /* start the reduction of what was packed */
 int gradients_reduce_finish(struct gradients *gradients);       /* wait, post-divide, accumulate into saved_shard */
 bool gradients_reduce_twice(const struct gradients *gradients); /* in the shard group, and then over the replicas? */

@@ -16,10 +16,26 @@ static bool is_last(const struct runtime *runtime) {
     return true;
 }
 
+static bool is_anything_gathered(const struct runtime *runtime) {
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        if (runtime->units[i]->handle && runtime->units[i]->handle->storage.copy->full.allocated)
+            return true;
+    return false;
+}
+
+/* See schedule.h: the last reduction of a backward reads memory that lies idle then. */
+static enum stream_role owner_of_input(const struct runtime *runtime, const struct gradients *gradients) {
+    if (!is_last(runtime))
+        return STREAM_POST_BACKWARD;
+    bool has_room = pool_has_room(&runtime->schedule.pool, gradients_reduce_input_nbytes(gradients));
+    return has_room && !is_anything_gathered(runtime) ? STREAM_UNSHARD : STREAM_COMPUTE;
+}
+
 int runtime_pack(struct runtime *runtime, struct unit *unit) {
+    struct gradients *gradients = &unit->handle->gradients;
     if (watch_unit(unit, Py_None) < 0)
         return -1;
-    return schedule_pack(&runtime->schedule, &unit->handle->gradients, is_last(runtime));
+    return schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients));
 }
 
 int runtime_reduce(struct runtime *runtime, struct unit *unit) {

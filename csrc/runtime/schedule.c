@@ -154,8 +154,39 @@ static int mark_received(struct schedule *schedule, struct gradients *gradients)
     return stream_wait(&schedule->streams, STREAM_POST_BACKWARD, schedule->received);
 }
 
+static int take_from_pool(struct schedule *schedule, struct gradients *gradients) {
+    int result = pool_enter(&schedule->pool) < 0 ? -1 : gradients_take_reduce_input(gradients);
+    return pool_leave(&schedule->pool) < 0 ? -1 : result;
+}
+
+static int take_gathered(struct schedule *schedule, struct gradients *gradients) {
+    if (stream_enter(&schedule->streams, STREAM_UNSHARD) < 0)
+        return -1;
+    return leave(schedule, STREAM_UNSHARD, NULL, take_from_pool(schedule, gradients));
+}
+
+/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory: outside it does. */
+static int take_gathered_or_other(struct schedule *schedule, struct gradients *gradients) {
+    if (take_gathered(schedule, gradients) == 0)
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    schedule->input_owner = STREAM_COMPUTE;
+    return gradients_take_reduce_input(gradients);
+}
+
+/* That of the stream which packs is taken there. */
+static int take_input(struct schedule *schedule, struct gradients *gradients) {
+    if (schedule->input_owner == STREAM_POST_BACKWARD)
+        return 0;
+    if (schedule->input_owner == STREAM_UNSHARD)
+        return take_gathered_or_other(schedule, gradients);
+    return gradients_take_reduce_input(gradients);
+}
+
 static int pack_beside(struct schedule *schedule, struct gradients *gradients) {
-    if (release_packed(schedule) < 0 || (schedule->input_of_compute && gradients_take_reduce_input(gradients) < 0))
+    if (release_packed(schedule) < 0 || take_input(schedule, gradients) < 0)
         return -1;
     if (mark_received(schedule, gradients) < 0 || stream_enter(&schedule->streams, STREAM_POST_BACKWARD) < 0)
         return -1;
@@ -163,9 +194,9 @@ static int pack_beside(struct schedule *schedule, struct gradients *gradients) {
     return leave(schedule, STREAM_POST_BACKWARD, &schedule->packed, result);
 }
 
-int schedule_pack(struct schedule *schedule, struct gradients *gradients, bool is_last) {
+int schedule_pack(struct schedule *schedule, struct gradients *gradients, enum stream_role owner) {
     schedule->packs_beside = streams_are_real(&schedule->streams) && gradients_pack_directly(gradients);
-    schedule->input_of_compute = !schedule->packs_beside || is_last;
+    schedule->input_owner = schedule->packs_beside ? owner : STREAM_COMPUTE;
     if ((schedule->packs_beside ? pack_beside(schedule, gradients) : gradients_pack(gradients)) < 0)
         return -1;
     return schedule_set_reduction(schedule, REDUCTION_PACKED, gradients->param);
@@ -179,7 +210,7 @@ int schedule_reduce(struct schedule *schedule, struct gradients *gradients) {
         return -1;
     int result = gradients_reduce_enqueue(gradients);
     stream_event *scattered = gradients_reduce_twice(gradients) ? &schedule->scattered : NULL;
-    if (!schedule->input_of_compute) /* its memory is taken again on the same stream */
+    if (schedule->input_owner == STREAM_POST_BACKWARD) /* its memory is taken again on the same stream */
         gradients_release_reduce_input(gradients);
     if (leave(schedule, STREAM_POST_BACKWARD, scattered, result) < 0)
         return -1;
@@ -208,7 +239,8 @@ static int finish_hybrid_reduction(struct schedule *schedule, struct gradients *
         return -1;
     schedule->all_reducing = true;
     schedule->scattered_output = gradients_take_reduce_output(gradients);
-    return schedule->input_of_compute ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered) : 0;
+    bool is_elsewhere = schedule->input_owner != STREAM_POST_BACKWARD;
+    return is_elsewhere ? stream_wait(streams, schedule->input_owner, schedule->scattered) : 0;
 }
 
 static int wait_for_reduction(struct schedule *schedule) {
@@ -219,12 +251,14 @@ static int wait_for_reduction(struct schedule *schedule) {
     return reducing ? stream_wait(&schedule->streams, STREAM_COMPUTE, schedule->reduced) : 0;
 }
 
-/* Computation waits at once where what is reduced is memory of its own. */
+/* Whose memory is reduced waits at once. */
 static int finish_reduction(struct schedule *schedule, struct gradients *gradients) {
     if (finish_on(schedule, gradients, STREAM_POST_BACKWARD, &schedule->reduced) < 0)
         return -1;
     schedule->reducing = streams_are_real(&schedule->streams);
-    return schedule->input_of_compute ? wait_for_reduction(schedule) : 0;
+    if (schedule->input_owner == STREAM_UNSHARD)
+        return stream_wait(&schedule->streams, STREAM_UNSHARD, schedule->reduced);
+    return schedule->input_owner == STREAM_COMPUTE ? wait_for_reduction(schedule) : 0;
 }
 
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients) {

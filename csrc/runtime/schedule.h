@@ -9,8 +9,9 @@
  * Computation waits for `reduced` at the end of the backward. Gradients that are a sum over several contributions, and those that are
  * not sharded, are packed on the compute stream, which records `received` after that. Once it has the gradients of the next unit, the
  * compute stream waits for `reduced` (`scattered` below), and the input of the reduction is released. The input of a backward's last
- * reduction, often the largest, is memory of the compute stream and released in the same way: there all that forward and backward held
- * is free by then, and the side stream never needs memory for it.
+ * reduction, often the largest, is memory that is free by then, so that the side stream never needs any for it: of the pool, if nothing
+ * gathered is left in it and it is large enough, and the unshard stream waits for `reduced` (or `scattered`); else of the compute stream,
+ * which waits.
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *
@@ -49,7 +50,7 @@ struct schedule {
     bool uploading;                 /* the host has not waited for what reads its memory */
     enum reduction_state reduction; /* written by schedule_state.c */
     bool packs_beside;              /* the last unit's gradients were packed on the stream that reduces them */
-    bool input_of_compute;          /* what they were packed into is memory of the compute stream */
+    enum stream_role input_owner;   /* whose memory is what they were packed into */
     PyObject *packed_gradients; /* owned; what is packed there up to `packed`, memory of the compute stream; or NULL */
     bool reducing;              /* the compute stream has not waited for `reduced` */
     bool all_reducing;          /* nor for `all_reduced` */
@@ -100,8 +101,9 @@ bool schedule_has_stepped(const struct schedule *schedule, const struct gather_m
 
 /* ---- reductions. 0 or -1 ---- */
 
-/* `is_last`: no gradients are awaited after these in this backward. */
-int schedule_pack(struct schedule *schedule, struct gradients *gradients, bool is_last);
+/* What they are packed into is memory of the stream that packs, or where that is another one, of `owner`: of the compute stream, or of
+ * what is gathered, none of which is in use then. */
+int schedule_pack(struct schedule *schedule, struct gradients *gradients, enum stream_role owner);
 int schedule_reduce(struct schedule *schedule, struct gradients *gradients); /* enqueue what was packed */
 int schedule_finish_reduction(struct schedule *schedule, struct gradients *gradients);
 int schedule_wait_reduced(struct schedule *schedule); /* computation waits for all that was finished */

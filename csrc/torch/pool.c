@@ -77,6 +77,7 @@ int pool_empty(struct pool *pool) {
         return -1;
     ref_set(&pool->pool, fresh);
     pool->reserved = false;
+    pool->piece = 0;
     return 0;
 }
 
@@ -121,10 +122,19 @@ static int take_piece(struct pool *pool, int64_t nbytes) {
 
 /* Blocks that do not find one are taken each by itself. */
 int pool_grow(struct pool *pool, int64_t nbytes) {
-    if (!pool->pool || !nbytes || take_piece(pool, nbytes) == 0)
+    if (!pool->pool || !nbytes)
         return 0;
+    if (take_piece(pool, nbytes) == 0) {
+        pool->piece = nbytes;
+        return 0;
+    }
     if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
         return -1;
     PyErr_Clear();
     return 0;
+}
+
+bool pool_has_room(const struct pool *pool, int64_t nbytes) {
+    int64_t wanted = pool_nbytes_of_piece(nbytes);
+    return wanted && pool_piece_nbytes(wanted) <= pool->piece;
 }

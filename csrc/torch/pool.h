@@ -16,6 +16,7 @@ struct pool {
     PyObject *device;  /* owned */
     PyObject *entered; /* owned; the context between pool_enter and pool_leave */
     bool reserved;     /* written by the owner, once it has taken all that its steps will take */
+    int64_t piece; /* bytes of the largest piece that pool_grow has made; free where nothing of the pool is in use */
 };
 
 /* As torch's allocator has it: at most this much comes from segments for small blocks, and so large a rest stays with a block. */
@@ -35,6 +36,9 @@ int64_t pool_nbytes_of_piece(int64_t nbytes);
 int64_t pool_piece_nbytes(int64_t nbytes_of_blocks);
 /* On the stream whose memory it is to be: a free piece of so much is there, unless the device has none. 0 or -1. */
 int pool_grow(struct pool *pool, int64_t nbytes);
+
+/* Where nothing of the pool is in use: is a block of `nbytes` cut of the piece? */
+bool pool_has_room(const struct pool *pool, int64_t nbytes);
 
 int pool_enter(struct pool *pool); /* this thread allocates from the pool from now on. 0 or -1 */
 int pool_leave(struct pool *pool); /* 0 or -1; an exception that is set stays */

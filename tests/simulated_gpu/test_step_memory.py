@@ -59,6 +59,10 @@ def forward_backward():
     model(batch).sum().backward()
 def gathered(blocks):
     return [block for block in blocks if block.in_pool]
+def gathered_in_a_step():
+    with memory() as taken:
+        forward_backward()
+    return [change for change in taken.changes if change[1].in_pool]
 for _ in range(2):
     forward_backward()
     optimizer.step()
@@ -82,20 +86,45 @@ torch.cuda.empty_cache()
 with memory() as taken:
     forward_backward()
 blocks = {block.nbytes for _, block, _ in taken.changes if block.in_pool}
-assert blocks == {2 * (1024 * 1024 + 1024)}, blocks
+full = 1024 * 1024 + 1024
+assert blocks == {2 * full, 4 * full}, blocks  # the last reduction's too
 assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [20 * 2**20]
 """)
 
 
-def test_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
-    """Of four layers in bf16, reduced in fp32, the first alone comes last in backward."""
-    run("""
+INPUTS = """
 full = 4 * (1024 * 1024 + 1024)
-with memory() as taken:
-    forward_backward()
-inputs = [block.stream for _, block, is_taken in taken.changes if is_taken and block.nbytes >= full]
-assert len(inputs) == 4 and 0 not in inputs[:3] and inputs[3] == 0, inputs
-""")
+def inputs():
+    with memory() as taken:
+        forward_backward()
+    return [(block.stream, block.in_pool) for _, block, is_taken in taken.changes if is_taken and block.nbytes >= full]
+"""
+
+
+def test_the_last_reduction_reads_memory_of_the_pool_which_is_idle_then() -> None:
+    """Of four layers in bf16, reduced in fp32, the first alone comes last in backward: it finds the room of two."""
+    run(
+        INPUTS
+        + """
+*others, last = inputs()
+gathers = {block.stream for _, block, _ in gathered_in_a_step()}
+assert last == (*gathers, True), last
+assert len(others) == 3 and not any(in_pool or stream == 0 for stream, in_pool in others), others
+"""
+    )
+
+
+def test_where_the_pool_has_no_room_it_reads_memory_of_the_compute_stream() -> None:
+    """One layer of bf16 is half of what its reduction reads."""
+    run(
+        INPUTS
+        + """
+torch.cuda.empty_cache()
+model = wrap(nn.Linear(1024, 1024, device="cuda"))
+forward_backward()
+assert inputs() == [(0, False)]
+"""
+    )
 
 
 def test_what_is_idle_at_the_peak_is_reserved_and_not_used() -> None:
