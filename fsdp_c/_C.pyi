@@ -316,13 +316,14 @@ DRY_RUN_FORGET: int
 
 # (index of the unit around it, or whose segment it is, -1 for the root; bytes of its unsharded parameters, 0 under
 # NO_SHARD where the shard is computed with; strategy; backward_prefetch; forward_prefetch; whether it has parameters,
-# any of them is trained, and, where that is given, it is a segment, and optional; bytes that a rank keeps for a
-# backward that gathers within the node)
+# any of them is trained, and, where that is given, it is a segment, and optional; bytes of what its reduction reads,
+# and that a rank keeps for a backward that gathers within the node)
 _DryRunUnit: TypeAlias = (
     tuple[int, int, int, int, bool, bool, bool]
     | tuple[int, int, int, int, bool, bool, bool, bool]
     | tuple[int, int, int, int, bool, bool, bool, bool, bool]
     | tuple[int, int, int, int, bool, bool, bool, bool, bool, int]
+    | tuple[int, int, int, int, bool, bool, bool, bool, bool, int, int]
 )
 
 def dry_run(

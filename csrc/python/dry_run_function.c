@@ -6,15 +6,14 @@
 
 /* 0, or -1 with an exception. */
 static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
-    long long parent, nbytes;
+    long long parent, nbytes, reduce_nbytes = 0, node_nbytes = 0;
     int strategy, backward_prefetch, forward_prefetch, has_params, is_trainable;
     int is_segment = 0, is_optional = 0;
-    long long node_nbytes = 0;
     if (!PyArg_ParseTuple(item,
-                          "LLiippp|ppL;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
-                          "has_params, is_trainable[, is_segment[, is_optional[, node_nbytes]]])",
+                          "LLiippp|ppLL;a unit is (parent, nbytes, strategy, backward_prefetch, forward_prefetch, "
+                          "has_params, is_trainable[, is_segment[, is_optional[, reduce_nbytes[, node_nbytes]]]])",
                           &parent, &nbytes, &strategy, &backward_prefetch, &forward_prefetch, &has_params,
-                          &is_trainable, &is_segment, &is_optional, &node_nbytes))
+                          &is_trainable, &is_segment, &is_optional, &reduce_nbytes, &node_nbytes))
         return -1;
     if (index ? parent < 0 || parent >= index : parent != -1) {
         PyErr_Format(PyExc_ValueError, "unit %lld is inside unit %lld: outer units come first, and the root is one",
@@ -30,7 +29,8 @@ static int read_unit(PyObject *item, int64_t index, struct dry_unit *unit) {
                               has_params,
                               is_trainable,
                               is_segment,
-                              is_optional};
+                              is_optional,
+                              reduce_nbytes};
     return 0;
 }
 

@@ -26,6 +26,7 @@ struct dry_run {
     struct operations operations; /* the runtime's own, but for the all-gather */
     struct runtime runtime;
     PyObject *tensor;   /* owned; stands for all, and is empty */
+    PyObject *trained;  /* owned; the same for flat parameters that require gradients */
     PyObject *name;     /* owned; str */
     PyObject *events;   /* borrowed; what happens goes there */
     bool requires_grad; /* what the last unit returned does */
@@ -96,15 +97,17 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
     struct handle *handle = &actor->handle;
     bool sharded = actor->is->strategy != NO_SHARD;
     *handle = (struct handle){
-        .param = {.tensor = run->tensor,
+        .param = {.tensor = actor->is->is_trainable ? run->trained : run->tensor,
                   .name = run->name,
                   .strategy = actor->is->strategy,
                   .sharded = sharded,
+                  .layout = {.padded_numel = actor->is->reduce_nbytes},
                   .skip_writeback_check = true},
         .storage = {.local_shard = run->tensor,
                     .copies = {{.full_data = run->tensor,
                                 .node_source = actor->is->node_nbytes ? run->tensor : NULL,
-                                .is_local = !sharded && actor->is->nbytes == 0}}},
+                                .is_local = !sharded && actor->is->nbytes == 0,
+                                .reduce_kind = DTYPE_OTHER_1}}},
     };
     storage_bind(&handle->storage, &handle->param);
     slots_bind(&handle->slots, &handle->param);
@@ -144,7 +147,8 @@ static int init_runtime(struct dry_run *run) {
     PyObject *cpu = PyObject_GetAttr(run->tensor, torch_names.device);
     run->operations = operations_own;
     run->operations.gather = gather;
-    *runtime = (struct runtime){.units = run->units, .num_units = run->tree->num_units, .operations = &run->operations};
+    *runtime = (struct runtime){
+        .units = run->units, .num_units = run->tree->num_units, .operations = &run->operations, .trains = true};
     int result =
         cpu && order_init(&runtime->order, runtime->num_units) == 0 ? schedule_init(&runtime->schedule, cpu) : -1;
     Py_XDECREF(cpu);
@@ -167,9 +171,11 @@ static void join_optional(struct dry_run *run) {
     }
 }
 
-static PyObject *empty_tensor(void) {
+static PyObject *empty_tensor(PyObject *requires_grad) {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *tensor = torch ? PyObject_CallMethod(torch, "empty", "i", 0) : NULL;
+    if (tensor && PyObject_SetAttr(tensor, torch_names.requires_grad, requires_grad) < 0)
+        Py_CLEAR(tensor);
     Py_XDECREF(torch);
     return tensor;
 }
@@ -183,8 +189,9 @@ static int init(struct dry_run *run) {
         return -1;
     }
     run->name = PyUnicode_FromString("of a dry run");
-    run->tensor = run->name ? empty_tensor() : NULL;
-    if (!run->tensor || init_runtime(run) < 0)
+    run->tensor = run->name ? empty_tensor(Py_False) : NULL;
+    run->trained = run->tensor ? empty_tensor(Py_True) : NULL;
+    if (!run->trained || init_runtime(run) < 0)
         return -1;
     for (int64_t i = 0; i < run->tree->num_units; i++)
         if (init_actor(run, i) < 0)
@@ -206,6 +213,7 @@ static void fini(struct dry_run *run) {
     PyMem_Free(run->actors);
     PyMem_Free(run->units);
     Py_CLEAR(run->tensor);
+    Py_CLEAR(run->trained);
     Py_CLEAR(run->name);
 }
 
@@ -332,6 +340,8 @@ static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
 /* In the place of runtime_reserve. */
 static int reserve(struct dry_run *run) {
     int64_t nbytes = runtime_piece_nbytes(&run->runtime);
+    if (nbytes < 0)
+        return -1;
     if (nbytes && append(run, DRY_RUN_GROW, run->actors->unit.place.unit, nbytes) < 0)
         return -1;
     return runtime_take_memory(&run->runtime);

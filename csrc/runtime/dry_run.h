@@ -21,7 +21,8 @@ struct dry_unit {
     enum sharding_strategy strategy;
     enum backward_prefetch backward_prefetch;
     bool forward_prefetch, has_params, is_trainable, is_segment;
-    bool is_optional; /* it is gathered with the unit around it that is not; it runs as all do */
+    bool is_optional;      /* it is gathered with the unit around it that is not; it runs as all do */
+    int64_t reduce_nbytes; /* of its gradients before they are reduced to a shard; 0 where none are */
 };
 
 struct dry_tree {

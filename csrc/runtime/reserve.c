@@ -1,6 +1,6 @@
 /* Before the first step: the pool holds what as many units want as are gathered at a time. It is one piece, so that torch's allocator
  * cuts off what a unit wants, to 512 bytes; from pieces of their own units would be given up to 1 MiB more, and no two of them could
- * make room for a larger one. */
+ * make room for a larger one. At the end of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
 #include "runtime/runtime.h"
 
 /* In use, gathered ahead, and in forward held until its last use is settled. */
@@ -71,10 +71,36 @@ static int add_to_piece(struct storage *storage, void *nbytes) {
     return 0;
 }
 
+static int64_t input_nbytes(const struct unit *part) {
+    if (!part->handle->param.sharded)
+        return 0;
+    int trains = flat_param_is_trainable(&part->handle->param);
+    return trains > 0 ? pool_nbytes_of_piece(gradients_reduce_input_nbytes(&part->handle->gradients)) : trains;
+}
+
+/* What the last reduction of a backward reads, which takes the place of all that was gathered: mostly the root's, whose forward was the
+ * first to begin. -1 with an exception. */
+static int64_t last_input_nbytes(const struct runtime *runtime) {
+    int64_t first = 0, most = 0;
+    while (first < runtime->num_units && !runtime->units[first]->handle)
+        first++;
+    if (first == runtime->num_units || !runtime->trains)
+        return 0;
+    FOR_PARTS(part, runtime->units[first]) {
+        int64_t nbytes = input_nbytes(part);
+        if (nbytes < 0)
+            return -1;
+        most = nbytes > most ? nbytes : most;
+    }
+    return most;
+}
+
 int64_t runtime_piece_nbytes(const struct runtime *runtime) {
-    int64_t nbytes = 0;
-    for_all_held(runtime, add_to_piece, &nbytes);
-    return pool_piece_nbytes(nbytes);
+    int64_t held = 0, input = last_input_nbytes(runtime);
+    if (input < 0)
+        return -1;
+    for_all_held(runtime, add_to_piece, &held);
+    return pool_piece_nbytes(held && input > held ? input : held);
 }
 
 static int take(struct storage *storage, void *arg) {
@@ -96,7 +122,8 @@ int runtime_take_memory(struct runtime *runtime) {
 }
 
 static int take_memory(struct runtime *runtime) {
-    if (pool_grow(&runtime->schedule.pool, runtime_piece_nbytes(runtime)) < 0)
+    int64_t nbytes = runtime_piece_nbytes(runtime);
+    if (nbytes < 0 || pool_grow(&runtime->schedule.pool, nbytes) < 0)
         return -1;
     return runtime_take_memory(runtime);
 }

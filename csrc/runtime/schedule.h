@@ -10,7 +10,7 @@
  * not sharded, are packed on the compute stream, which records `received` after that. Once it has the gradients of the next unit, the
  * compute stream waits for `reduced` (`scattered` below), and the input of the reduction is released. The input of a backward's last
  * reduction, often the largest, is memory that is free by then, so that the side stream never needs any for it: of the pool, if nothing
- * gathered is left in it and it is large enough, and the unshard stream waits for `reduced` (or `scattered`); else of the compute stream,
+ * gathered is left in it and it has room, and the unshard stream waits for `reduced` (or `scattered`); else of the compute stream,
  * which waits.
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:

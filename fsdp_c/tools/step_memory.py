@@ -4,8 +4,9 @@ It takes a dry run of the step (csrc/runtime/dry_run.h, which says what is taken
 there, as in training, what is gathered, held back and freed when. Nothing of that is known here.
 
 What is counted is the storage that all-gathers fill, or casts and uploads where nothing is sharded, and what is kept of
-it for a backward that gathers within the node. The former is what a root's own pool holds on a GPU. Not counted: the
-shards, which are there all the time, and activations, gradients, and what the optimizer needs.
+it for a backward that gathers within the node. The former is what a root's own pool holds on a GPU, until nothing
+gathered is left in a backward and its last reduction reads memory of the pool. Not counted: that, the shards, which are
+there all the time, and activations, gradients, and what the optimizer needs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fsdp_c import _C
 from fsdp_c.compat.upstream import BackwardPrefetch, ShardingStrategy
 from fsdp_c.tools import allocator
 
+_DryRunUnit = tuple[int, int, int, int, bool, bool, bool, bool, bool, int, int]
 Event = tuple[int, int, int]  # a constant of _C, the unit, and bytes
 STEP = (True,)  # whether gradients are reduced
 ACCUMULATION = (False, False, True)  # two backwards under no_sync() before one that reduces
@@ -41,6 +43,7 @@ class StepUnit(NamedTuple):
     forward_prefetch_limit: int = 1
     is_segment: bool = False  # of the unit at ``parent``
     is_optional: bool = False
+    reduce_nbytes: int = 0  # of its gradients before they are reduced to shards
     node_nbytes: int = 0  # that a rank keeps for a backward that gathers within the node
 
 
@@ -181,7 +184,7 @@ def _dry_run(
     return [[(kind, tree[place], nbytes) for kind, place, nbytes in events] for events in lists]
 
 
-def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, int, bool, bool, bool, bool, bool, int]:
+def _as_given(unit: StepUnit, places: dict[int, int]) -> _DryRunUnit:
     return (
         -1 if unit.parent is None else places[unit.parent],
         unit.nbytes,
@@ -192,5 +195,6 @@ def _as_given(unit: StepUnit, places: dict[int, int]) -> tuple[int, int, int, in
         unit.is_trainable,
         unit.is_segment,
         unit.is_optional,
+        unit.reduce_nbytes,
         unit.node_nbytes,
     )

@@ -273,6 +273,7 @@ def _in_step(unit: UnitSummary) -> step_memory.StepUnit:
         unit.forward_prefetch_limit,
         unit.is_segment,
         unit.is_optional,
+        unit.reduce_scatter_nbytes,
         unit.node_nbytes,
     )
 

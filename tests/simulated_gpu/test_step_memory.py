@@ -114,13 +114,29 @@ assert len(others) == 3 and not any(in_pool or stream == 0 for stream, in_pool i
     )
 
 
-def test_where_the_pool_has_no_room_it_reads_memory_of_the_compute_stream() -> None:
-    """One layer of bf16 is half of what its reduction reads."""
+def test_the_pool_has_room_for_the_root_s_reduction() -> None:
+    """Of one layer in bf16 it reads twice what is gathered. What plan tells is gathered."""
     run(
         INPUTS
         + """
 torch.cuda.empty_cache()
 model = wrap(nn.Linear(1024, 1024, device="cuda"))
+forward_backward()
+assert [in_pool for _, in_pool in inputs()] == [True]
+assert __import__("fsdp_c").summary(model).peak_allocated_nbytes == full // 2
+"""
+    )
+
+
+def test_where_the_pool_has_no_room_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
+    """A first forward without gradients awaits no reduction."""
+    run(
+        INPUTS
+        + """
+torch.cuda.empty_cache()
+model = wrap(nn.Linear(1024, 1024, device="cuda"))
+with torch.no_grad():
+    model(batch)
 forward_backward()
 assert inputs() == [(0, False)]
 """

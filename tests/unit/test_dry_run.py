@@ -82,6 +82,20 @@ def test_memory_grows_by_one_piece_for_all_that_is_held_at_a_time_and_a_rest_tha
     assert [index for _, index, _ in taken] == [0, 3, 1, 0, 1, 3]
 
 
+def test_the_piece_has_room_for_what_the_last_reduction_reads_where_that_is_more() -> None:
+    """The root's; of a root without parameters, that of the first unit."""
+    limits = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1, "has_streams": True}
+
+    def grown(*units: tuple[int, ...]) -> int:
+        return _C.dry_run(units, (True,), inputs_require_grad=False, **limits)[0][0][2] - MIB - 512
+
+    root, block = (*unit(-1, 4 * MIB), 8 * MIB), (*unit(0, MIB + 512), 2 * MIB + 1024)
+    assert grown(root, block) == 8 * MIB
+    assert grown(root, block, block, (*unit(0, 3 * MIB), 20 * MIB)) == (4 + 3 + 1) * MIB + 512
+    assert grown((*unit(-1, has_params=False), 0), (*unit(0, 4 * MIB), 16 * MIB)) == 16 * MIB
+    assert grown((*unit(-1, 4 * MIB, is_trainable=False), 8 * MIB), block) == 5 * MIB + 512
+
+
 def test_small_units_are_not_of_the_piece() -> None:
     grown, *_ = reserved_first(MIB, MIB + 1, MIB)
     assert grown == (_C.DRY_RUN_GROW, 0, MIB + 512 + MIB + 512)
@@ -215,7 +229,7 @@ def test_a_unit_of_another_shape_is_refused() -> None:
 
 def test_what_the_ranks_of_a_node_keep_is_gathered_by_the_backward_alone() -> None:
     within = {_C.DRY_RUN_GATHER_IN_NODE: "within", _C.DRY_RUN_KEEP: "keep", _C.DRY_RUN_FORGET: "forget"}
-    units = tuple((*each, 5) for each in blocks(2))
+    units = tuple((*each, 0, 5) for each in blocks(2))
     settings = {"backward_prefetch_limit": 1, "forward_prefetch_limit": 1, "inputs_require_grad": False}
     _, forward, backward, end = _C.dry_run(units, (True,), has_streams=False, **settings)
     told = [[f"{(NAMES | within)[what]}{index}" for what, index, _ in events] for events in (forward, backward, end)]
