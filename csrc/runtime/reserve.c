@@ -103,9 +103,17 @@ int64_t runtime_piece_nbytes(const struct runtime *runtime) {
     return pool_piece_nbytes(held && input > held ? input : held);
 }
 
+struct taken {
+    const struct pool *pool;
+    bool cuts_piece;
+};
+
 static int take(struct storage *storage, void *arg) {
-    (void)arg;
-    return storage_reserve(storage);
+    struct taken *taken = arg;
+    if (storage_reserve(storage) < 0)
+        return -1;
+    taken->cuts_piece = taken->cuts_piece || pool_is_cut(taken->pool, storage->copy->full.view.data);
+    return 0;
 }
 
 static int give_all_back(struct runtime *runtime) {
@@ -116,16 +124,26 @@ static int give_all_back(struct runtime *runtime) {
     return result;
 }
 
-int runtime_take_memory(struct runtime *runtime) {
-    int result = for_all_held(runtime, take, NULL);
+static int take_all(struct runtime *runtime, struct taken *taken) {
+    int result = for_all_held(runtime, take, taken);
     return give_all_back(runtime) < 0 ? -1 : result;
 }
 
+int runtime_take_memory(struct runtime *runtime) {
+    struct taken taken = {.pool = &runtime->schedule.pool};
+    return take_all(runtime, &taken);
+}
+
+/* A piece that nothing can be cut of would lie idle: then each storage has one of its own. */
 static int take_memory(struct runtime *runtime) {
+    struct pool *pool = &runtime->schedule.pool;
+    struct taken taken = {.pool = pool};
     int64_t nbytes = runtime_piece_nbytes(runtime);
-    if (nbytes < 0 || pool_grow(&runtime->schedule.pool, nbytes) < 0)
+    if (nbytes < 0 || pool_grow(pool, nbytes) < 0 || take_all(runtime, &taken) < 0)
         return -1;
-    return runtime_take_memory(runtime);
+    if (!pool->piece || taken.cuts_piece)
+        return 0;
+    return pool_renew(pool) < 0 ? -1 : runtime_take_memory(runtime);
 }
 
 int runtime_reserve(struct runtime *runtime) {

@@ -4,6 +4,7 @@
 
 #include "torch/names.h"
 #include "torch/ref.h"
+#include "torch/tensor.h"
 
 static int is_cuda(PyObject *device) {
     PyObject *type = PyObject_GetAttrString(device, "type");
@@ -67,17 +68,23 @@ int pool_init(struct pool *pool, PyObject *device) {
     return -1;
 }
 
-int pool_empty(struct pool *pool) {
-    if (!pool->pool || !pool->reserved)
-        return 0;
+int pool_renew(struct pool *pool) {
     PyObject *module = PyImport_ImportModule("torch.cuda");
     PyObject *fresh = module ? new_pool(module, pool->device) : NULL;
     Py_XDECREF(module);
     if (!fresh)
         return -1;
     ref_set(&pool->pool, fresh);
-    pool->reserved = false;
     pool->piece = 0;
+    return 0;
+}
+
+int pool_empty(struct pool *pool) {
+    if (!pool->pool || !pool->reserved)
+        return 0;
+    if (pool_renew(pool) < 0)
+        return -1;
+    pool->reserved = false;
     return 0;
 }
 
@@ -115,7 +122,10 @@ int64_t pool_piece_nbytes(int64_t nbytes_of_blocks) {
 /* It is free again at once, and stays in the pool. */
 static int take_piece(struct pool *pool, int64_t nbytes) {
     PyObject *piece = pool_enter(pool) < 0 ? NULL : torch_empty(nbytes, torch_names.uint8, pool->device);
-    int result = piece ? 0 : -1;
+    struct tensor_view view;
+    int result = piece ? tensor_view_of(piece, &view) : -1;
+    if (!result)
+        pool->begin = view.data;
     Py_XDECREF(piece);
     return pool_leave(pool) < 0 ? -1 : result;
 }
@@ -132,6 +142,11 @@ int pool_grow(struct pool *pool, int64_t nbytes) {
         return -1;
     PyErr_Clear();
     return 0;
+}
+
+bool pool_is_cut(const struct pool *pool, const void *data) {
+    uintptr_t begin = (uintptr_t)pool->begin, at = (uintptr_t)data;
+    return at >= begin && at - begin < (uintptr_t)pool->piece;
 }
 
 bool pool_has_room(const struct pool *pool, int64_t nbytes) {

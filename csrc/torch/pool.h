@@ -16,7 +16,8 @@ struct pool {
     PyObject *device;  /* owned */
     PyObject *entered; /* owned; the context between pool_enter and pool_leave */
     bool reserved;     /* written by the owner, once it has taken all that its steps will take */
-    int64_t piece; /* bytes of the largest piece that pool_grow has made; free where nothing of the pool is in use */
+    int64_t piece;     /* bytes of the one that pool_grow has made, or 0; free where nothing of the pool is in use */
+    const void *begin; /* of the piece */
 };
 
 /* As torch's allocator has it: at most this much comes from segments for small blocks, and so large a rest stays with a block. */
@@ -29,6 +30,8 @@ void pool_fini(struct pool *pool);
 /* What it holds free goes to torch's allocator, whose empty_cache() gives it to the driver; it holds nothing, and nothing is
  * reserved. 0, or -1 and the pool is as before. */
 int pool_empty(struct pool *pool);
+/* The same, amid a reservation: it has no piece. 0, or -1 and the pool is as before. */
+int pool_renew(struct pool *pool);
 
 /* What a block of `nbytes` takes of a piece; 0 where it comes from segments for small blocks. */
 int64_t pool_nbytes_of_piece(int64_t nbytes);
@@ -36,6 +39,9 @@ int64_t pool_nbytes_of_piece(int64_t nbytes);
 int64_t pool_piece_nbytes(int64_t nbytes_of_blocks);
 /* On the stream whose memory it is to be: a free piece of so much is there, unless the device has none. 0 or -1. */
 int pool_grow(struct pool *pool, int64_t nbytes);
+
+/* Does the block that begins at `data` lie in the piece? Settings of torch's allocator, as max_split_size_mb, may keep it whole. */
+bool pool_is_cut(const struct pool *pool, const void *data);
 
 /* Where nothing of the pool is in use: is a block of `nbytes` cut of the piece? */
 bool pool_has_room(const struct pool *pool, int64_t nbytes);

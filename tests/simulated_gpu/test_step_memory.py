@@ -72,9 +72,9 @@ start = torch.cuda.memory_allocated()
 """
 
 
-def run(program: str) -> None:
+def run(program: str, **variables: str) -> None:
     code = PARTS + program + "\nimport os, sys\nsys.stdout.flush(); os._exit(0)"
-    environment = os.environ | timeline.environment()
+    environment = os.environ | timeline.environment() | variables
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -90,6 +90,23 @@ full = 1024 * 1024 + 1024
 assert blocks == {2 * full, 4 * full}, blocks  # the last reduction's too
 assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [20 * 2**20]
 """)
+
+
+@pytest.mark.parametrize("conf", ["", "max_split_size_mb:21"])
+def test_a_segment_that_the_allocator_may_not_split_is_given_back(conf: str) -> None:
+    """Then what steps gather has segments of its own, and empty_cache() leaves nothing idle beside them."""
+    program = """
+full = 2 * (4096 * 4096 + 4096)
+net = [nn.Linear(4096, 4096, bias=True, device="cuda") for _ in range(3)]
+model, batch = wrap(nn.Sequential(*map(wrap, net))), torch.empty(16, 4096, device="cuda")
+forward_backward()
+torch.cuda.empty_cache()
+with memory() as taken:
+    forward_backward()
+segments = sorted(block.nbytes for block in taken.segments.values() if block.in_pool and block.nbytes > full)
+assert segments == ([34 * 2**20] * 2 if "CONF" else [66 * 2**20]), segments
+"""
+    run(program.replace("CONF", conf), PYTORCH_CUDA_ALLOC_CONF=conf)
 
 
 INPUTS = """

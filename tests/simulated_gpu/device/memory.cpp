@@ -187,9 +187,26 @@ static size_t segment_nbytes(size_t nbytes) {
     return nbytes <= SMALL ? SMALL_SEGMENT : nbytes < LARGE ? LARGE_SEGMENT : rounded(nbytes, LARGE_UNIT);
 }
 
+/* max_split_size_mb of PYTORCH_CUDA_ALLOC_CONF: blocks of so much are not split, and are for those who want as much. */
+static size_t largest_split() {
+    static const size_t nbytes = [] {
+        const char *conf = getenv("PYTORCH_CUDA_ALLOC_CONF");
+        const char *value = conf ? strstr(conf, "max_split_size_mb:") : nullptr;
+        return value ? (size_t)atoll(strchr(value, ':') + 1) << 20 : SIZE_MAX;
+    }();
+    return nbytes;
+}
+
 static bool should_split(const block &found, size_t nbytes) {
     size_t rest = found.nbytes - nbytes;
-    return found.small ? rest >= UNIT : rest > SMALL;
+    return found.small ? rest >= UNIT : rest > SMALL && nbytes < largest_split();
+}
+
+static bool is_kept_whole(const block &found, size_t nbytes) {
+    if (nbytes < largest_split()) {
+        return found.nbytes >= largest_split();
+    }
+    return found.nbytes >= nbytes + LARGE_SEGMENT;
 }
 
 static block_map::iterator best_fit(size_t nbytes, stream *on, pool_id pool) {
@@ -197,7 +214,8 @@ static block_map::iterator best_fit(size_t nbytes, stream *on, pool_id pool) {
     for (auto it = blocks.begin(); it != blocks.end(); ++it) {
         const block &each = it->second;
         if (!each.used && !each.waiting && each.owner == on && each.small == (nbytes <= SMALL) && each.pool == pool &&
-            each.nbytes >= nbytes && (best == blocks.end() || each.nbytes < best->second.nbytes)) {
+            each.nbytes >= nbytes && !is_kept_whole(each, nbytes) &&
+            (best == blocks.end() || each.nbytes < best->second.nbytes)) {
             best = it;
         }
     }
