@@ -98,3 +98,7 @@ int64_t nbytes_of_piece(int64_t nbytes) {
 int64_t piece_nbytes(int64_t nbytes_of_blocks) {
     return pool_piece_nbytes(nbytes_of_blocks);
 }
+
+bool pool_has(int64_t nbytes) {
+    return pool_has_room(&pool, nbytes);
+}

@@ -89,6 +89,7 @@ def started(folder: str, index: int, current_device: int, **options: Any) -> tup
     driver.take_calls.restype = ctypes.c_char_p
     library = ctypes.PyDLL(f"{folder}/streams.so")
     library.start.argtypes = [ctypes.py_object]
+    library.pool_has.argtypes, library.pool_has.restype = [ctypes.c_int64], ctypes.c_bool
     for name in ("grow_pool", "nbytes_of_piece", "piece_nbytes"):
         getattr(library, name).argtypes = [ctypes.c_int64]
         getattr(library, name).restype = ctypes.c_int64 if name != "grow_pool" else ctypes.c_int
@@ -244,6 +245,14 @@ def a_piece_is_taken_inside_the_pool_and_free_at_once(folder: str) -> None:
     assert cuda.said == [("enter", "pool"), (2**30, 0), ("leave", "pool")], cuda.said
     cuda.said.clear()
     assert library.grow_pool(0) == 0 and cuda.said == []
+    room = 2**30 - 2**20 - 512
+    assert [library.pool_has(nbytes) for nbytes in (0, 2**20, 2**20 + 1, room, room + 1)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     library.finish()
     library, _, cuda = started(folder, 0, 0, backend="cudaMallocAsync")
     cuda.said.clear()
@@ -261,7 +270,7 @@ def a_device_without_room_for_a_piece_is_no_error_and_another_one_is(folder: str
 
         sys.modules["torch"].empty = refuse  # type: ignore[attr-defined]
         try:
-            assert library.grow_pool(512) == 0 and error is RuntimeError
+            assert library.grow_pool(2**30) == 0 and error is RuntimeError and not library.pool_has(2**21)
         except KeyError:
             assert error is KeyError
     assert cuda.said == [("enter", "pool"), ("leave", "pool")] * 2, cuda.said
