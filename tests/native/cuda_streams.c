@@ -2,6 +2,7 @@
 #include "torch/names.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
+#include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
 enum { EVENTS = 4 };
@@ -25,6 +26,13 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
     PyObject *tensor = module ? PyObject_CallMethod(module, "empty", "LO", (long long)numel, device) : NULL;
     Py_XDECREF(module);
     return tensor;
+}
+
+int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
+    PyObject *address = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    view->data = address ? PyLong_AsVoidPtr(address) : NULL;
+    Py_XDECREF(address);
+    return PyErr_Occurred() ? -1 : 0;
 }
 
 void make_current(void *stream) {
@@ -97,6 +105,10 @@ int64_t nbytes_of_piece(int64_t nbytes) {
 
 int64_t piece_nbytes(int64_t nbytes_of_blocks) {
     return pool_piece_nbytes(nbytes_of_blocks);
+}
+
+bool pool_cuts(int64_t offset) {
+    return pool_is_cut(&pool, (const char *)pool.begin + offset);
 }
 
 bool pool_has(int64_t nbytes) {

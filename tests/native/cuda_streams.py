@@ -89,7 +89,8 @@ def started(folder: str, index: int, current_device: int, **options: Any) -> tup
     driver.take_calls.restype = ctypes.c_char_p
     library = ctypes.PyDLL(f"{folder}/streams.so")
     library.start.argtypes = [ctypes.py_object]
-    library.pool_has.argtypes, library.pool_has.restype = [ctypes.c_int64], ctypes.c_bool
+    for name in ("pool_has", "pool_cuts"):
+        getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.c_int64], ctypes.c_bool
     for name in ("grow_pool", "nbytes_of_piece", "piece_nbytes"):
         getattr(library, name).argtypes = [ctypes.c_int64]
         getattr(library, name).restype = ctypes.c_int64 if name != "grow_pool" else ctypes.c_int
@@ -240,8 +241,15 @@ def the_pool_is_entered_and_left(folder: str) -> None:
 def a_piece_is_taken_inside_the_pool_and_free_at_once(folder: str) -> None:
     library, _, cuda = started(folder, 0, 0)
     cuda.said.clear()
-    sys.modules["torch"].empty = lambda numel, device: cuda.said.append((numel, device.index))  # type: ignore[attr-defined]
+
+    def empty(numel: int, device: Any) -> SimpleNamespace:
+        cuda.said.append((numel, device.index))
+        return SimpleNamespace(data_ptr=lambda: 2**40)
+
+    sys.modules["torch"].empty = empty  # type: ignore[attr-defined]
+    assert not library.pool_cuts(0)
     assert library.grow_pool(2**30) == 0
+    assert [library.pool_cuts(offset) for offset in (-1, 0, 2**30 - 1, 2**30)] == [False, True, True, False]
     assert cuda.said == [("enter", "pool"), (2**30, 0), ("leave", "pool")], cuda.said
     cuda.said.clear()
     assert library.grow_pool(0) == 0 and cuda.said == []
