@@ -6,14 +6,24 @@ import argparse
 import importlib
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pdoc
+import torch
 
 import fsdp_c
 
 MODULES = ("fsdp_c.api", "fsdp_c.checkpoint", "fsdp_c.debug", "fsdp_c.optim", "fsdp_c.wrap")
 NOT_AS_MODULES = ("fsdp_c.checkpoint.model_state", "fsdp_c.checkpoint.optim_state")  # public as functions
+
+
+get_source = pdoc.doc_ast.get_source
+
+
+def source_of(thing: Any) -> str:
+    """Not of torch.Tensor: from Python 3.13 on that is looked for in the file of the module that it says it is in."""
+    return "" if thing is torch.Tensor else get_source(thing)
 
 
 def build(folder: Path) -> None:
@@ -28,7 +38,8 @@ def build(folder: Path) -> None:
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", r"Cannot determine where fsdp_c\.FlatParameter\._is_param")  # torch's
         pdoc.render.configure(docformat="google", show_source=False)
-        pdoc.pdoc("fsdp_c", *(f"!{name}" for name in NOT_AS_MODULES), output_directory=folder)
+        with mock.patch.object(pdoc.doc_ast, "get_source", source_of):
+            pdoc.pdoc("fsdp_c", *(f"!{name}" for name in NOT_AS_MODULES), output_directory=folder)
 
 
 if __name__ == "__main__":
