@@ -89,13 +89,13 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if row.implementation == "alone":
         return model.to(torch.bfloat16), parameters
-    mesh = mesh_of(row.strategy, machine)
+    mesh = mesh_of_nodes(machine) if row.strategy == "HYBRID_SHARD" else None
     if row.implementation == "torch.fsdp2":
         return fsdp2(row, model, mesh, machine), parameters
     if row.implementation == "fsdp_c":
         # The host is charged by ranges, which it names for a profiler that is on, and torch's FSDPs always.
         torch.autograd.profiler._is_profiler_enabled = True
-    with reshard_after_forward(node_of(machine)) if reshards_to_node(row) else nullcontext():
+    with reshard_after_forward(mesh_of_nodes(machine)["shard"]) if reshards_to_node(row) else nullcontext():
         wrapped: Any = fsdp1(row, model, device_mesh=mesh)
     if row.implementation == "fsdp_c":
         order = wrapped._exec_order_data
@@ -103,10 +103,8 @@ def build(row: Row, shape: Model, sequence: int, machine: dict[str, Any]) -> tup
     return wrapped, parameters
 
 
-def mesh_of(strategy: str, machine: dict[str, Any]) -> DeviceMesh | None:
+def mesh_of_nodes(machine: dict[str, Any]) -> DeviceMesh:
     """Replicas across nodes, shards within."""
-    if strategy != "HYBRID_SHARD":
-        return None
     per_node = machine["gpus_per_node"]
     nodes = dist.get_world_size() // per_node
     return init_device_mesh("cuda", (nodes, per_node), mesh_dim_names=("replicate", "shard"))
@@ -114,12 +112,6 @@ def mesh_of(strategy: str, machine: dict[str, Any]) -> DeviceMesh | None:
 
 def reshards_to_node(row: Row) -> bool:
     return row.implementation == "fsdp_c" and row.to_node
-
-
-def node_of(machine: dict[str, Any]) -> DeviceMesh:
-    per_node = machine["gpus_per_node"]
-    mesh = init_device_mesh("cuda", (dist.get_world_size() // per_node, per_node), mesh_dim_names=("nodes", "node"))
-    return mesh["node"]
 
 
 def fsdp1(row: Row, model: nn.Module, **ranks: Any) -> nn.Module:

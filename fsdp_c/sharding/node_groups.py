@@ -91,7 +91,7 @@ def node_group(shard_group: dist.ProcessGroup, strategy: ShardingStrategy) -> di
     if isinstance(wanted, DeviceMesh):
         group = wanted.get_group()
     else:
-        check_fills(range(shard_group.size()), wanted)
+        check_fills(shard_group.size(), wanted)
         group = _group_of_size(wanted)
     check_fits(dist.get_process_group_ranks(group), dist.get_process_group_ranks(shard_group))
     return group if group.size() < shard_group.size() else None
@@ -101,7 +101,7 @@ def planned_ranks(ranks: int | None, shards: int, strategy: ShardingStrategy) ->
     """How many ranks a unit over ``shards`` ranks would be gathered within. Raises as wrapping does."""
     if ranks is None or shards == _checked_number(ranks) or strategy not in RESHARDING_STRATEGIES:
         return None
-    check_fills(range(shards), ranks)
+    check_fills(shards, ranks)
     return ranks
 
 
@@ -111,16 +111,16 @@ def _group_of_size(ranks: int) -> dist.ProcessGroup:
     assert world is not None
     groups = _groups_by_size.setdefault(world, {})
     if ranks not in groups:
-        check_fills(range(world.size()), ranks)
+        check_fills(world.size(), ranks)
         groups[ranks], _ = dist.new_subgroups(ranks)
     return groups[ranks]
 
 
-def check_fills(all_ranks: Sequence[int], ranks: int) -> None:
-    """ValueError unless nodes of so many ranks can be made of them all."""
-    if len(all_ranks) % ranks:
+def check_fills(count: int, ranks: int) -> None:
+    """ValueError unless nodes of so many ranks can be made of ``count``."""
+    if count % ranks:
         raise ValueError(
-            f"reshard_after_forward: the {len(all_ranks)} ranks that share a unit do not fill nodes of {ranks}: choose "
+            f"reshard_after_forward: the {count} ranks that share a unit do not fill nodes of {ranks}: choose "
             "a number that divides them"
         )
 

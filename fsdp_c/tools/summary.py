@@ -411,8 +411,17 @@ def plan(
     homes = homes_of_shared_params(tree, chosen)
     limits = {"backward_prefetch_limit": backward_prefetch_limit, "forward_prefetch_limit": forward_prefetch_limit}
     _check_limits(limits)
-    planner = _Planner(module, {**chosen, module: kwargs}, homes, ignored.params, shards, replicas, device_type, limits)
-    planner.reshard_after_forward = reshard_after_forward
+    planner = _Planner(
+        module,
+        {**chosen, module: kwargs},
+        homes,
+        ignored.params,
+        shards,
+        replicas,
+        device_type,
+        limits,
+        reshard_after_forward,
+    )
     planner.add(module, "", None)
     return Summary(tuple(planner.units))
 
@@ -456,13 +465,14 @@ class _Planner:
         replicas: int,
         device_type: str,
         limits: dict[str, int],
+        reshard_after_forward: int | None,
     ) -> None:
         self.units: list[UnitSummary] = []
         self._root = root
         self._chosen, self._homes, self._ignored = chosen, homes, ignored
         self._shards, self._replicas, self._device_type, self._limits = shards, replicas, device_type, limits
+        self._reshard_after_forward = reshard_after_forward
         self._added: set[nn.Module] = set()
-        self.reshard_after_forward: int | None = None
 
     def add(self, module: nn.Module, path: str, parent: int | None) -> None:
         """The unit around ``module``, and those inside it."""
@@ -503,7 +513,7 @@ class _Planner:
             forward_prefetch_limit=self._limits["forward_prefetch_limit"],
             tied=() if found is None else _tied(info for _, info in found.shared),
             is_optional=is_optional(self._root, path),
-            node_ranks=node_groups.planned_ranks(self.reshard_after_forward, self._shards, strategy),
+            node_ranks=node_groups.planned_ranks(self._reshard_after_forward, self._shards, strategy),
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
 

@@ -59,10 +59,10 @@ def forward_backward():
     model(batch).sum().backward()
 def gathered(blocks):
     return [block for block in blocks if block.in_pool]
-def gathered_in_a_step():
+def changes_in_a_step():
     with memory() as taken:
         forward_backward()
-    return [change for change in taken.changes if change[1].in_pool]
+    return taken.changes
 for _ in range(2):
     forward_backward()
     optimizer.step()
@@ -112,9 +112,8 @@ assert segments == ([34 * 2**20] * 2 if "CONF" else [66 * 2**20]), segments
 INPUTS = """
 full = 4 * (1024 * 1024 + 1024)
 def inputs():
-    with memory() as taken:
-        forward_backward()
-    return [(block.stream, block.in_pool) for _, block, is_taken in taken.changes if is_taken and block.nbytes >= full]
+    changes = changes_in_a_step()
+    return [(block.stream, block.in_pool) for _, block, is_taken in changes if is_taken and block.nbytes >= full]
 """
 
 
@@ -124,20 +123,27 @@ def test_the_last_reduction_reads_memory_of_the_pool_which_is_idle_then() -> Non
         INPUTS
         + """
 *others, last = inputs()
-gathers = {block.stream for _, block, _ in gathered_in_a_step()}
+gathers = {block.stream for _, block, _ in changes_in_a_step() if block.in_pool}
 assert last == (*gathers, True), last
 assert len(others) == 3 and not any(in_pool or stream == 0 for stream, in_pool in others), others
 """
     )
 
 
+ONE_LAYER = (
+    INPUTS
+    + """
+torch.cuda.empty_cache()
+model = wrap(nn.Linear(1024, 1024, device="cuda"))
+"""
+)
+
+
 def test_the_pool_has_room_for_the_root_s_reduction() -> None:
     """Of one layer in bf16 it reads twice what is gathered. What plan tells is gathered."""
     run(
-        INPUTS
+        ONE_LAYER
         + """
-torch.cuda.empty_cache()
-model = wrap(nn.Linear(1024, 1024, device="cuda"))
 forward_backward()
 assert [in_pool for _, in_pool in inputs()] == [True]
 assert __import__("fsdp_c").summary(model).peak_allocated_nbytes == full // 2
@@ -148,10 +154,8 @@ assert __import__("fsdp_c").summary(model).peak_allocated_nbytes == full // 2
 def test_where_the_pool_has_no_room_the_last_reduction_reads_memory_of_the_compute_stream() -> None:
     """A first forward without gradients awaits no reduction."""
     run(
-        INPUTS
+        ONE_LAYER
         + """
-torch.cuda.empty_cache()
-model = wrap(nn.Linear(1024, 1024, device="cuda"))
 with torch.no_grad():
     model(batch)
 forward_backward()
