@@ -398,7 +398,7 @@ class FullyShardedDataParallel(ShardedModule):
         if self._unit.runtime is None:
             # tensors that later steps write must not be inference tensors, whatever the first forward runs under
             with torch.inference_mode(False), torch.no_grad():
-                self._init_tree(alone)
+                construction.eager(FullyShardedDataParallel._init_tree)(self, alone)
 
     def _init_tree(self, alone: bool) -> None:
         modules = cast("list[tuple[str, FullyShardedDataParallel]]", units_with_paths(self))

@@ -6,8 +6,8 @@ import importlib
 import numbers
 import os
 import warnings
-from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
 from fsdp_c.sharding.traversal import Subtree, clean_name, is_composable, is_unit, joined
 
 CPU = torch.device("cpu")
+T = TypeVar("T")
 
 
 # ---- arguments of the wrong type
@@ -202,6 +203,12 @@ def _split_ignored(
 def _skip_in_dynamo() -> None:
     """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
     importlib.import_module("torch._dynamo.trace_rules").add("fsdp_c")
+
+
+@functools.cache
+def eager(function: Callable[..., T]) -> Callable[..., T]:
+    """``function``, of which torch.compile compiles nothing: not even what it calls of Python's library."""
+    return cast("Callable[..., T]", torch.compiler.disable(function))
 
 
 def annotate_for_dynamo(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:

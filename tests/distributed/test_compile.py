@@ -67,6 +67,17 @@ def test_compiled_training_equals_eager_and_compiles_once(rank, world_size, wher
 
 
 @on_ranks(2)
+def test_what_is_compiled_is_the_users(rank, world_size):
+    from torch._dynamo import utils
+
+    losses("outside", rank)
+    utils.clear_compilation_metrics()
+    losses("outside", rank)
+    tried = {(one.co_filename, one.co_name) for one in utils.get_compilation_metrics() if one.co_filename}
+    assert {file for file, _ in tried if not file.startswith(torch.__path__[0])} == {__file__}, tried
+
+
+@on_ranks(2)
 def test_our_frames_are_skipped_by_dynamo(rank, world_size):
     from torch._dynamo.trace_rules import check_file
 
