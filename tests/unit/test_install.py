@@ -1,6 +1,7 @@
 """What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is missing."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("csrc", "fsdp_c", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
@@ -129,6 +131,15 @@ def test_a_missing_symbol_of_libtorch_is_named(installed: Path, tmp_path: Path) 
     assert done.returncode == 1
     assert last_line(done.stderr).startswith("ImportError: ")
     assert absent[:-1].decode() in last_line(done.stderr)
+
+
+def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    link_time_flags = runpy.run_path("setup.py")["link_time_flags"]
+    assert link_time_flags(["false"]) == []
+    if "Free Software Foundation" in call("cc", "--version", cwd=ROOT).stdout:
+        assert link_time_flags(["cc"]) == ["-flto=auto"]
 
 
 def test_label_of_a_build_becomes_part_of_its_version() -> None:
