@@ -99,6 +99,10 @@ int gradients_init_shown(struct gradients *gradients) {
     return gradients->shown_end ? 0 : -1;
 }
 
+void gradients_watch_nothing(struct gradients *gradients) {
+    Py_CLEAR(gradients->shown);
+}
+
 /* The original parameters show their parts of the sharded flat gradient; those outside the shard show None. */
 static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
     PyObject *pieces = split(grad, gradients->shard_sizes);

@@ -124,8 +124,9 @@ int gradients_prepare(
 int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */
 int gradients_show_flat_grad(struct gradients *gradients); /* the original parameters' .grad follow flat_param.grad */
 int gradients_show_full_grad(struct gradients *gradients,
-                             PyObject *grad);          /* ... follow a full-size flat gradient, or None */
-int gradients_drop_shown(struct gradients *gradients); /* the user has cleared it: nothing is left of it. 0 or -1 */
+                             PyObject *grad);              /* ... follow a full-size flat gradient, or None */
+void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
+int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);

@@ -82,6 +82,11 @@ static int handle_object_traverse(PyObject *self, visitproc visit, void *arg) {
     return handle_visit(inside(self), visit, arg);
 }
 
+/* Before anything of the garbage that it is part of is cleared, its flat parameter perhaps before itself. */
+static void handle_object_finalize(PyObject *self) {
+    gradients_watch_nothing(&inside(self)->gradients);
+}
+
 static int handle_object_clear(PyObject *self) {
     handle_fini(inside(self));
     return 0;
@@ -372,6 +377,7 @@ static PyGetSetDef attributes[] = {
 static PyType_Slot slots[] = {
     {Py_tp_init, handle_object_init},
     {Py_tp_traverse, handle_object_traverse},
+    {Py_tp_finalize, handle_object_finalize},
     {Py_tp_clear, handle_object_clear},
     {Py_tp_dealloc, handle_object_dealloc},
     {Py_tp_methods, methods},

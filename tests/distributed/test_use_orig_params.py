@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +158,19 @@ def test_the_flat_gradient_goes_with_the_last_gradient_of_a_parameter(
     backward(model, 0, rank)
     covered = flat_param.grad != 0
     assert torch.equal(twice[covered], flat_param.grad[covered] + 3.0)
+
+
+@pytest.mark.parametrize("strategy", SHARDED)
+@on_ranks(2)
+def test_a_model_that_is_dropped_with_its_gradients_goes_quietly(rank: int, world_size: int, strategy: str) -> None:
+    said: list[str] = []
+    model = build("fsdp_c", strategy)
+    backward(model, 0, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda one: said.append(str(one.exc_value)))
+        del model
+        gc.collect()
+    assert not said
 
 
 @on_ranks(2)

@@ -3,7 +3,7 @@
  * A library calls what lies outside of it through its table of addresses. fail_calls_watch() puts a trampoline into the slot of
  * each function below. It counts the call and goes on to the function, arguments untouched, or answers as the function does
  * where memory has run out. So the shipped library is tested as it is. Built as a library of its own; x86-64 and ELF. */
-#define _GNU_SOURCE
+#define _GNU_SOURCE 1 /* as Python defines it */
 #include <Python.h>
 #include <dlfcn.h>
 #include <elf.h>
