@@ -211,6 +211,7 @@ class Trial:
         for _ in range(failures):
             self.fail_at(number)
             self.run.result()
+            gc.collect()  # while 16 MemoryErrors wait for that, Python raises one that keeps all of its tracebacks
         return self.run.footprint() - before
 
 
