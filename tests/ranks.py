@@ -8,6 +8,7 @@ replaced, since nobody knows what their group still holds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -94,12 +95,29 @@ def _body(module: str, name: str) -> Callable[..., Any]:
     return getattr(found, "rank_body", found)
 
 
+@contextlib.contextmanager
+def _nothing_unraisable() -> Iterator[None]:
+    """Raises AssertionError if an exception could only be printed meanwhile, as those of what garbage calls are."""
+    said: list[str] = []
+
+    def hear(one: Any) -> None:
+        if not inspect.isgenerator(one.object):  # torch's profiling of its FSDP1 raises where it is closed late
+            said.append(f"{one.err_msg or 'Exception ignored in'} {one.object!r}: {one.exc_value!r}")
+
+    before, sys.unraisablehook = sys.unraisablehook, hear
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+    assert not said, "\n".join(said)
+
+
 def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[str, Any]) -> Outcome:
     import torch
 
     torch.manual_seed(0)
     try:
-        with races.none_found():
+        with races.none_found(), _nothing_unraisable():
             return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
     except pytest.skip.Exception as skip:
         return Outcome(skipped=str(skip.msg))

@@ -47,6 +47,16 @@ def asserts_falsely(rank: int, world_size: int) -> None:
     assert rank + 1 == 10
 
 
+class RaisesAtItsEnd:
+    def __del__(self) -> None:
+        raise ValueError("planted at the end")
+
+
+def drops_what_raises(rank: int, world_size: int) -> None:
+    if rank == 1:
+        RaisesAtItsEnd()
+
+
 def returns_a_lambda(rank: int, world_size: int) -> object:
     return lambda: None
 
@@ -98,6 +108,13 @@ def test_failure_names_rank_error_and_line(own_pool: RankPool) -> None:
 def test_failing_assert_shows_its_values(own_pool: RankPool) -> None:
     with pytest.raises(RankFailure, match=r"failed on rank 1 of 2: AssertionError: assert \(1 \+ 1\) == 10"):
         own_pool.run(HERE, "asserts_falsely")
+
+
+def test_exception_that_python_only_prints_is_a_failure(own_pool: RankPool) -> None:
+    with pytest.raises(
+        RankFailure, match="failed on rank 1 of 2: AssertionError: .*RaisesAtItsEnd.*planted at the end"
+    ):
+        own_pool.run(HERE, "drops_what_raises")
 
 
 def test_pool_is_replaced_after_a_failure(own_pool: RankPool) -> None:
