@@ -42,18 +42,23 @@ OPTIMISATION = "-O3 -fno-plt"
 STRICT_FLAGS = ["-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
 
 
+def is_on(setting: str) -> bool:
+    """Whether the environment has this setting, and not as "0"."""
+    return os.environ.get(setting, "0") not in ("", "0")
+
+
 def flags_from_environment() -> tuple[list[str], list[str]]:
     """Compile and link flags that the environment asks for."""
     compile_flags = shlex.split(os.environ.get("FSDP_C_OPT", OPTIMISATION))
     link_flags: list[str] = []
-    if os.environ.get("FSDP_C_WERROR", "0") not in ("", "0"):
+    if is_on("FSDP_C_WERROR"):
         compile_flags += STRICT_FLAGS
     if sanitizers := os.environ.get("FSDP_C_SANITIZE"):
         compile_flags += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g"]
         link_flags += [f"-fsanitize={sanitizers}"]
-    if sanitizers or os.environ.get("FSDP_C_CHECK", "0") not in ("", "0"):
+    if sanitizers or is_on("FSDP_C_CHECK"):
         compile_flags += ["-DFSDP_C_CHECK"]
-    if os.environ.get("FSDP_C_OLD_GLIBC", "0") not in ("", "0"):
+    if is_on("FSDP_C_OLD_GLIBC"):
         compile_flags += ["-include", "csrc/base/old_glibc.h"]
         link_flags += ["-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0", "-Wl,--as-needed"]
     return compile_flags, link_flags
@@ -65,7 +70,7 @@ def link_time_flags(compiler: list[str]) -> list[str]:
     They save a twelfth of the host instructions that a unit adds to a step.
     """
     flags = ["-flto=auto"]
-    if os.environ.get("FSDP_C_OLD_GLIBC", "0") not in ("", "0"):
+    if is_on("FSDP_C_OLD_GLIBC"):
         flags.append("-flto-partition=one")  # csrc/base/old_glibc.h is heeded in no other
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.c")
@@ -251,7 +256,7 @@ class BuildCuda(Command):
 
     def build(self, nvcc: str) -> None:
         """Compile the stale sources, several at once, and link."""
-        strict = os.environ.get("FSDP_C_WERROR", "0") not in ("", "0")
+        strict = is_on("FSDP_C_WERROR")
         warnings = CUDA_STRICT_FLAGS if strict else []
         command = [nvcc, *CUDA_FLAGS, *warnings, *cuda_size_flags(nvcc), *cuda_arch_flags(nvcc)]
         folder = Path(self.build_temp)
