@@ -5,6 +5,7 @@ import functools
 import importlib
 import numbers
 import os
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -514,6 +515,7 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
 
 # ---- the end of the process
 
+_TURN_OF_THREADS_S = 0.1  # a thread of gloo has work of microseconds left when a collective has been waited for
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
 
 
@@ -521,9 +523,12 @@ def _let_groups_go() -> None:
     """Let groups that the script has destroyed be freed before the interpreter ends, not while it does.
 
     Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the script
-    destroys none, torch.distributed keeps them as long as the process lives, and nothing is done.
+    destroys none, torch.distributed keeps them as long as the process lives: they serve on, and their threads get the
+    time to drop what they hold.
     """
     if dist.is_initialized():
+        if "gloo" in str(dist.get_backend_config()):
+            time.sleep(_TURN_OF_THREADS_S)
         return
     _C.let_groups_go()
     for fsdp_module in claimed_units():
