@@ -6,6 +6,8 @@
  * what a collective reads. */
 #include "nccl.h"
 
+#include <future>
+
 #include <pybind11/chrono.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -282,7 +284,9 @@ class device_backend final : public Backend {
     }
 
     void run_body(stream *on, collective_body body, const Tensors &inputs, const Tensors &outputs) {
-        /* The group lives as long as what it has enqueued. Its collectives run in their order, on all ranks, whatever waits. */
+        /* The group lives as long as what it has enqueued. Its collectives run in their order, on all ranks, whatever waits: on a
+         * thread that has no state of Python's, which gloo would keep and release under its lock when it gets the GIL, while
+         * whoever waits here may hold the GIL and want that lock. */
         auto run = [group = c10::intrusive_ptr<device_backend>::reclaim_copy(this), body = std::move(body),
                     in = as_cpu_all(inputs), out = as_cpu_all(outputs)] {
             at::AutoDispatchBelowADInplaceOrView below;
@@ -294,7 +298,7 @@ class device_backend final : public Backend {
         if (through_host || !is_later(on)) {
             run();
         } else {
-            last_held = hold_in_turn(on, run, last_held);
+            last_held = hold_in_turn(on, [run] { std::async(std::launch::async, run).get(); }, last_held);
         }
     }
 
