@@ -33,7 +33,7 @@ void collective_group_fini(struct collective_group *group);
 /* [Note: the end of a process] A thread of gloo that drops the last reference to a tensor while the interpreter ends is ended
  * itself, and the process with it ("terminate called without an active exception"). A group that is gone before has no threads any
  * more; so where the script has destroyed its groups, ours may not be the references that keep them until then. Threads of groups
- * that it has not destroyed get a moment to drop what they hold.
+ * that are kept get a moment to drop what they hold.
  *
  * Let go of all groups: collectives raise RuntimeError from now on. What was enqueued and has not ended well may wait for ranks that
  * are dead, and the threads of a group do not come along when a process forks: such a group is kept for ever, because its

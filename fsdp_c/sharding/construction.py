@@ -7,6 +7,7 @@ import numbers
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -247,6 +248,18 @@ def resolve_process_groups(
     device: torch.device,
 ) -> ProcessGroups:
     """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all ranks."""
+    groups = _named_groups(process_group, strategy, device_mesh, has_policy, device)
+    _groups_of_units.update(group for group in groups if isinstance(group, dist.ProcessGroup))
+    return groups
+
+
+def _named_groups(
+    process_group: GroupArgument,
+    strategy: ShardingStrategy | None,
+    device_mesh: DeviceMesh | None,
+    has_policy: bool,
+    device: torch.device,
+) -> ProcessGroups:
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time: the groups are those of the mesh"
@@ -516,6 +529,7 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
 # ---- the end of the process
 
 _TURN_OF_THREADS_S = 0.1  # a thread of gloo has work of microseconds left when a collective has been waited for
+_groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
 
 
@@ -523,13 +537,16 @@ def _let_groups_go() -> None:
     """Let groups that the script has destroyed be freed before the interpreter ends, not while it does.
 
     Their threads would end the process then, see [Note: the end of a process] in collective.h. Where the script
-    destroys none, torch.distributed keeps them as long as the process lives: they serve on, and their threads get the
-    time to drop what they hold.
+    destroys none, torch.distributed keeps them as long as the process lives, and they serve on. The threads of groups
+    that are kept, by torch.distributed or by the script, get the time to drop what they hold.
     """
-    if dist.is_initialized():
-        if "gloo" in str(dist.get_backend_config()):
-            time.sleep(_TURN_OF_THREADS_S)
-        return
+    if not dist.is_initialized():
+        _forget_groups()
+    if _groups_of_units:
+        time.sleep(_TURN_OF_THREADS_S)
+
+
+def _forget_groups() -> None:
     _C.let_groups_go()
     for fsdp_module in claimed_units():
         for owner in (fsdp_module, *(getattr(fsdp_module, name, None) for name in _OWNERS_OF_GROUPS)):
