@@ -148,6 +148,10 @@ class Subtree:
                         further.append((param, info))
         return first, further
 
+    def let_params_go(self) -> None:
+        """Keep none alive until they are looked for again: units are made of them, one after the other."""
+        self.__dict__.pop("_found", None)
+
     def is_home_of(self, param: nn.Parameter, is_inside: bool = False) -> bool:
         """Whether a parameter found in the tree, or in an inner unit of it, counts here."""
         return self.homes.get(param, None if is_inside else self.root) is self.root

@@ -63,6 +63,7 @@ def auto_wrap(
         chosen = chosen_modules(tree, policy, ignored_modules, ignored_params, root_kwargs)
     homes = homes_of_shared_params(tree, chosen)
     _keep_in_full_precision(tree.modules, full_precision_classes)
+    tree.let_params_go()
     with at_home(homes):
         if isinstance(policy, _Policy):
             _post_order_apply(root, _construct_wrap_fn(root, chosen, unit_class))
