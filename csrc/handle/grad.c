@@ -170,6 +170,8 @@ static int set_flat_grad(struct gradients *gradients, PyObject *grad) {
 static int show_no_sync(struct gradients *gradients) {
     if (gradients->kind == GRAD_UNSHARDED)
         return 0; /* accumulated in place: shown already */
+    if (gradients_add_late(gradients, &gradients->saved_shard) < 0)
+        return -1;
     PyObject *grad =
         PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
     int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
@@ -180,9 +182,11 @@ static int show_no_sync(struct gradients *gradients) {
 }
 
 static int show_reduced(struct gradients *gradients) {
-    PyObject *shard = take_saved_shard(gradients), *grad = shard ? hand_over_dtype(gradients, shard) : NULL;
-    Py_XDECREF(shard);
+    PyObject *shard = take_saved_shard(gradients), *grad = NULL;
     int result = gradients_set_kind(gradients, GRAD_SHARDED);
+    if (!result && shard && gradients_add_late(gradients, &shard) == 0)
+        grad = hand_over_dtype(gradients, shard);
+    Py_XDECREF(shard);
     if (!result)
         result = grad ? set_flat_grad(gradients, grad) : -1;
     if (!result)
@@ -209,6 +213,15 @@ int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
         if (clear_grad(PyList_GetItem(gradients->param->params, i)) < 0)
             return -1;
     return 0;
+}
+
+int gradients_hide(struct gradients *gradients) {
+    gradients->before_nbytes = 0;
+    if (gradients->param->use_orig_params && gradients_show_full_grad(gradients, Py_None) < 0)
+        return -1;
+    if (gradients->kind != GRAD_UNSHARDED)
+        return 0;
+    return torch_set_grad(gradients->param->tensor, Py_None) < 0 ? -1 : gradients_set_kind(gradients, GRAD_NONE);
 }
 
 int gradients_show_flat_grad(struct gradients *gradients) {
@@ -248,8 +261,18 @@ static void forget(struct gradients *gradients) {
     Py_CLEAR(gradients->saved_shard);
 }
 
+static int note_before(struct gradients *gradients, PyObject *grad) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0)
+        return -1;
+    gradients->before = view.data;
+    gradients->before_nbytes = tensor_view_numel(&view) * dtype_nbytes(view.dtype);
+    return 0;
+}
+
 static int take_flat_grad(struct gradients *gradients) {
     Py_CLEAR(gradients->shown);
+    gradients->before_nbytes = 0;
     PyObject *grad = torch_get_grad(gradients->param->tensor);
     if (!grad)
         return -1;
@@ -258,9 +281,9 @@ static int take_flat_grad(struct gradients *gradients) {
         forget(gradients);
         return gradients_set_kind(gradients, GRAD_NONE);
     }
-    if (gradients->kind == GRAD_UNSHARDED) {
+    if (note_before(gradients, grad) < 0 || gradients->kind == GRAD_UNSHARDED) {
         Py_DECREF(grad);
-        return 0;
+        return PyErr_Occurred() ? -1 : 0;
     }
     if (gradients_set_kind(gradients, GRAD_NONE) < 0) {
         Py_DECREF(grad);
@@ -313,29 +336,6 @@ PyObject *gradients_flat_or_zeros(struct gradients *gradients) {
         return grad;
     Py_DECREF(grad);
     return gradients_set_kind(gradients, GRAD_SHARDED) < 0 ? NULL : gradients_zeros(gradients);
-}
-
-/* ---- parts of it ---- */
-
-static bool is_full_size(const struct gradients *gradients) {
-    return !gradients->param->sharded || gradients->kind == GRAD_UNSHARDED;
-}
-
-int64_t gradients_offset(const struct gradients *gradients, int64_t index) {
-    if (is_full_size(gradients))
-        return layout_param_offset(&gradients->param->layout, index);
-    const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[index];
-    return range->in_shard && range->numel_in_shard ? range->offset_in_shard : -1;
-}
-
-PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index) {
-    int64_t offset = gradients_offset(gradients, index);
-    if (is_full_size(gradients))
-        return torch_view(flat_grad, offset, layout_param_numel(&gradients->param->layout, index),
-                          PyTuple_GetItem(gradients->param->shapes, index),
-                          PyTuple_GetItem(gradients->param->strides, index));
-    return PyObject_CallMethod(flat_grad, "narrow", "iLL", 0, (long long)offset,
-                               (long long)gradients->param->layout.shard_ranges[index].numel_in_shard);
 }
 
 PyObject *gradients_sharded(const struct gradients *gradients) {

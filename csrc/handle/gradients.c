@@ -233,6 +233,8 @@ int gradients_pack(struct gradients *gradients) {
     if (*previous) {
         if (gradients->pending && gradients_add_received(gradients, *previous) < 0)
             return -1;
+        if (gradients_hide(gradients) < 0)
+            return -1;
         total = *previous;
         *previous = NULL;
     } else {

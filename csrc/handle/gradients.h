@@ -42,9 +42,11 @@ struct gradients {
     bool hooked;          /* hooks of the flat parameter have made an unsharded gradient of what was received */
     bool unreduced;       /* what no_sync left has not been reduced yet */
     bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
-    PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
-    int64_t shown_param;  /* of which parameter */
-    PyObject *shown_end;  /* owned; what it calls once that is gone */
+    const void *before;   /* where the .grad lies that there was before this backward: parameters may still show it */
+    int64_t before_nbytes;
+    PyObject *shown;     /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
+    int64_t shown_param; /* of which parameter */
+    PyObject *shown_end; /* owned; what it calls once that is gone */
 
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
@@ -124,12 +126,16 @@ int gradients_prepare(
 int gradients_hand_over(struct gradients *gradients);      /* saved_shard becomes .grad */
 int gradients_show_flat_grad(struct gradients *gradients); /* the original parameters' .grad follow flat_param.grad */
 int gradients_show_full_grad(struct gradients *gradients,
-                             PyObject *grad);              /* ... follow a full-size flat gradient, or None */
+                             PyObject *grad); /* ... follow a full-size flat gradient, or None */
+/* Amid a backward: no `.grad` shows what no_sync left, or NO_SHARD reduces in place. 0 or -1. */
+int gradients_hide(struct gradients *gradients);
 void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
 int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);
+/* late_grads.c: *shard += what autograd itself has added to .grad amid this backward; zeros where *shard was NULL. 0 or -1. */
+int gradients_add_late(struct gradients *gradients, PyObject **shard);
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's has. */
 int64_t gradients_offset(const struct gradients *gradients, int64_t index);
 PyObject *gradients_part(const struct gradients *gradients, PyObject *flat_grad, int64_t index);

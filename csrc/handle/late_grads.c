@@ -1,0 +1,64 @@
+/* Gradients that autograd itself adds to `.grad` amid a backward.
+ *
+ * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps: sum(p.square().sum() for p in
+ * model.parameters()). Where such a term was made before the forward, its gradient comes after the unit's own has been packed, and
+ * autograd sets or adds to `.grad`. It is of the shard, and nobody reduces it, as nobody does where the term was made after the
+ * forward and the gradient was there before the backward came to the unit. */
+#include "handle/gradients.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+/* Is it what parameters showed before this backward? */
+static bool was_there(const struct gradients *gradients, PyObject *grad) {
+    struct tensor_view view;
+    if (tensor_view_of(grad, &view) < 0) {
+        PyErr_Clear();
+        return false;
+    }
+    return (uintptr_t)view.data - (uintptr_t)gradients->before < (uintptr_t)gradients->before_nbytes;
+}
+
+/* New reference to what has come for one parameter, or for the flat one where `index` is -1; Py_None where nothing has. */
+static PyObject *come_for(const struct gradients *gradients, int64_t index) {
+    if (index >= 0 && gradients_offset(gradients, index) < 0)
+        return Py_NewRef(Py_None);
+    const struct flat_param *param = gradients->param;
+    PyObject *grad = torch_get_grad(index < 0 ? param->tensor : PyList_GetItem(param->params, index));
+    if (grad && grad != Py_None && was_there(gradients, grad))
+        ref_set(&grad, Py_NewRef(Py_None));
+    return grad;
+}
+
+static PyObject *zeros_of_shard(const struct gradients *gradients) {
+    PyObject *zeros = torch_empty_like(gradients->storage->shard_like.tensor);
+    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
+    if (!done)
+        Py_CLEAR(zeros);
+    Py_XDECREF(done);
+    return zeros;
+}
+
+static int add(const struct gradients *gradients, PyObject **shard, PyObject *late, int64_t index) {
+    if (!*shard && !(*shard = zeros_of_shard(gradients)))
+        return -1;
+    PyObject *part = index < 0 ? Py_NewRef(*shard) : gradients_part(gradients, *shard, index);
+    PyObject *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */
+    PyObject *done = there ? PyObject_CallMethod(part, "add_", "O", there) : NULL;
+    Py_XDECREF(part);
+    Py_XDECREF(there);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int gradients_add_late(struct gradients *gradients, PyObject **shard) {
+    int64_t begin = gradients->param->use_orig_params ? 0 : -1;
+    int64_t end = gradients->param->use_orig_params ? gradients->param->num_params : 0;
+    int result = 0;
+    for (int64_t i = begin; !result && i < end; i++) {
+        PyObject *late = come_for(gradients, i);
+        if (late != Py_None)
+            result = late ? add(gradients, shard, late, i) : -1;
+        Py_XDECREF(late);
+    }
+    return result;
+}

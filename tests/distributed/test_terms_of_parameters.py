@@ -1,0 +1,101 @@
+"""Losses with terms of the parameters themselves, as they are between steps: penalties on weights and the like."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+    "offload": {"cpu_offload": CPUOffload(offload_params=True)},
+}
+# of four steps: which are under no_sync(), after which gradients are cleared, and in which the term is made before the forward
+PLANS = {"each step": ("ssss", "cccc", "bbbb"), "accumulated": ("ssss", "----", "bbab"), "no_sync": ("ns-s", "-c-c", "b-bb")}
+
+
+def wrapped(fsdp: Any, use_orig_params: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+    policy = ModuleWrapPolicy({nn.Linear})
+    return fsdp(module, device_id=CPU, auto_wrap_policy=policy, use_orig_params=use_orig_params, **options)
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    """Of what each rank's own parameters are, which for sharded ones is a part."""
+    terms: torch.Tensor = sum(param.square().sum() for param in model.parameters() if param.numel())  # type: ignore[assignment]
+    return terms
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [None if p.grad is None or not p.numel() else p.grad.clone() for p in model.parameters()]
+
+
+def train(model: Any, rank: int, plan: str, with_penalty: bool = True) -> list[list[torch.Tensor | None]]:
+    """The gradients after each step: of the mean square of outputs, and of the parameters' own term."""
+    seen = []
+    for step, (sync, clear, term) in enumerate(zip(*PLANS[plan], strict=True)):
+        inputs = torch.arange(24.0).view(4, 6).sin() + rank + step
+        with model.no_sync() if sync == "n" else nullcontext():
+            before = penalty(model) if with_penalty and term == "b" else None
+            loss = model(inputs).square().mean()
+            if with_penalty and before is None and term == "a":
+                before = penalty(model)
+            (loss if before is None else loss + before).backward()
+        seen.append(gradients(model))
+        if clear == "c":
+            model.zero_grad()
+    return seen
+
+
+def assert_same(ours: list[list[torch.Tensor | None]], theirs: list[list[torch.Tensor | None]], plan: str) -> None:
+    """To the bit; where gradients are accumulated what is added first is not the same."""
+    tolerance = {"rtol": 0.0, "atol": 0.0} if plan == "each step" else {"rtol": 1e-5, "atol": 1e-6}
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for index, (one, two) in enumerate(zip(mine, other, strict=True)):
+            assert (one is None) == (two is None), (step, index)
+            if one is not None:
+                torch.testing.assert_close(one, two, **tolerance)
+
+
+@pytest.mark.parametrize("plan", ["each step", "accumulated"])
+@pytest.mark.parametrize("name", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "bf16"])
+@on_ranks(2)
+def test_terms_made_before_the_forward_give_torchs_gradients(rank: int, world_size: int, name: str, plan: str) -> None:
+    """torch raises where a term is of a flat parameter's shard."""
+    ours = train(wrapped(FullyShardedDataParallel, True, **OPTIONS[name]), rank, plan)
+    assert_same(ours, train(wrapped(TorchFSDP, True, **OPTIONS[name]), rank, plan), plan)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_gradients_of_terms_are_added_to_those_of_the_outputs(
+    rank: int, world_size: int, name: str, use_orig_params: bool, plan: str
+) -> None:
+    """Nothing is reduced of them, and they are there however the step came to its gradients."""
+    with_terms, without = (wrapped(FullyShardedDataParallel, use_orig_params, **OPTIONS[name]) for _ in range(2))
+    found, plain = train(with_terms, rank, plan), train(without, rank, plan, with_penalty=False)
+    own = [2 * param.detach() for param in with_terms.parameters()]
+    count = 0
+    for step, (sync, clear, term) in enumerate(zip(*PLANS[plan], strict=True)):
+        count += term != "-"
+        for index, (one, two) in enumerate(zip(found[step], plain[step], strict=True)):
+            assert (one is None) == (two is None), (step, index)
+            if one is not None and two is not None and sync == "s":
+                torch.testing.assert_close(one, two + count * own[index], msg=lambda text: f"{step, index}: {text}")  # noqa: B023
+        count = 0 if clear == "c" else count
