@@ -22,9 +22,12 @@ static int collect_param_grad(struct edits *edits, PyObject *flat_grad, const st
     if (part)
         done =
             grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL) : PyObject_CallMethod(part, "copy_", "O", grad);
+    int result = done ? 0 : -1;
+    if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
+        result = torch_set_foreign_grad(PyList_GetItem(edits->param->params, param), part);
     Py_XDECREF(part);
     Py_XDECREF(done);
-    return done ? 0 : -1;
+    return result;
 }
 
 /* 1 when some original parameter has a gradient, 0 when none has, -1 on error. */

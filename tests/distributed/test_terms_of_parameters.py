@@ -23,8 +23,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bf16": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
     "offload": {"cpu_offload": CPUOffload(offload_params=True)},
 }
-# of four steps: which are under no_sync(), after which gradients are cleared, and in which the term is made before the forward
-PLANS = {"each step": ("ssss", "cccc", "bbbb"), "accumulated": ("ssss", "----", "bbab"), "no_sync": ("ns-s", "-c-c", "b-bb")}
+# of four steps: which are under no_sync(), after which gradients are cleared, and in which a term is made before the
+# forward or after it
+PLANS = {
+    "each step": ("ssss", "cccc", "bbbb"),
+    "accumulated": ("ssss", "----", "bbab"),
+    "no_sync": ("nsss", "-c-c", "b-bb"),
+}
 
 
 def wrapped(fsdp: Any, use_orig_params: bool, **options: Any) -> Any:
