@@ -10,8 +10,8 @@ static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
                    [GRAD_UNSHARDED] = true},  /* after no_sync */
     [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* set aside in a backward, or cleared by the user */
                       [GRAD_SHARDED] = true}, /* the user has set others */
-    [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* cleared by the user, or by the user's hooks */
-                        [GRAD_SHARDED] = true /* reduced, with what has come since */},
+    [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or by the user's hooks */
+                        [GRAD_SHARDED] = true /* the user has set others */},
 };
 
 static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", "GRAD_UNSHARDED"};

@@ -28,6 +28,8 @@ from tests.cuda.test_parity import GPU, TIMEOUT_S, over
 from tests.ranks import on_ranks
 
 WIDTH = 1024
+LAYERS = 8
+UNIT_NBYTES = 4 * (WIDTH * WIDTH + WIDTH)
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 TRANSFERS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -39,7 +41,7 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 
 def large(**options: Any) -> Any:
     torch.manual_seed(1)
-    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(8)))
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
     policy = ModuleWrapPolicy({nn.Linear})
     return FSDP(layers, auto_wrap_policy=policy, device_id=GPU, **{"use_orig_params": True} | options)
 
@@ -120,6 +122,31 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert torch.cuda.memory_stats()["num_alloc_retries"] > retries  # it was in need
+
+
+def requested(kind: str = "current") -> int:
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"])
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+@pytest.mark.usefixtures("one_of_four")
+def test_gradients_of_no_sync_go_as_units_are_reduced(name: str, use_orig_params: bool) -> None:
+    """At the end of the backward there are their shards, one unit's in reduction, one to come, and its parameters."""
+    model = large(**TRANSFERS[name] | {"use_orig_params": use_orig_params})
+    step(model)
+    gc.collect()
+    base, at_end = requested(), []
+    batch = torch.randn(64, WIDTH, device=GPU, requires_grad=True)
+    batch.register_hook(lambda _: at_end.append(requested() - base))
+    with model.no_sync():
+        model(batch).square().mean().backward()
+    accumulated = requested() - base
+    assert accumulated >= LAYERS * UNIT_NBYTES * (0.5 if name == "bf16" else 1)
+    torch.cuda.reset_peak_memory_stats()
+    model(batch).square().mean().backward()
+    assert at_end[-1] <= (LAYERS / 4 + 4) * UNIT_NBYTES
+    assert requested("peak") - base <= accumulated + 4 * UNIT_NBYTES
 
 
 # ---- ranks

@@ -271,6 +271,24 @@ def test_exception_inside_no_sync_leaves_a_clean_next_step(rank: int, world_size
     assert_same_run(expected, run)
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("place", ["inner forward", "tensor hook"])
+@on_ranks(2)
+def test_exception_in_the_step_after_no_sync_leaves_a_clean_next_step(
+    rank: int, world_size: int, place: str, use_orig_params: bool
+) -> None:
+    """Gradients of units that were reduced already are gone: none is shown that was handed to a reduction."""
+    expected = uninterrupted(rank, use_orig_params=use_orig_params)
+    run = Trained(rank, use_orig_params=use_orig_params)
+    run.steps(STEPS_BEFORE)
+    with run.model.no_sync():
+        run.loss(STEPS_BEFORE).backward()
+    run.failing_step(place)
+    run.optimizer.zero_grad()
+    run.steps(STEPS_AFTER)
+    assert_same_run(expected, run)
+
+
 @pytest.mark.parametrize("options", [{"forward_prefetch": True}, {"backward_prefetch": None}], ids=["forward", "none"])
 @places_in_units
 @on_ranks(2)
