@@ -327,11 +327,12 @@ def _own_copies(
 def _rows(
     modules: Sequence[ShardedModule], pieces: dict[ShardedModule, list[_Piece]], options: SaveOptions
 ) -> dict[tuple[str, str], Tensor]:
-    rows = rows_of_shards(modules, lambda module: [(piece.layout, piece.data) for piece in pieces[module]])
+    rows = rows_of_shards(
+        modules, lambda module: [(piece.layout, piece.data) for piece in pieces[module]], lambda _: options.cpu_offload
+    )
     values: dict[tuple[str, str], Tensor] = {}
     for module in modules:
-        own = [one.cpu() for one in rows[module]] if options.cpu_offload else rows[module]
-        made = sharded_values(module, own, [piece.layout for piece in pieces[module]])
+        made = sharded_values(module, rows[module], [piece.layout for piece in pieces[module]])
         values.update(zip([(piece.fqn, piece.state_name) for piece in pieces[module]], made, strict=True))
     return values
 

@@ -4,7 +4,8 @@
 A state dict has thousands of small tensors. Each is divided by a ``Partition``, and all ranks know all partitions: so
 every rank computes alone what it sends to whom, packs the pieces of many tensors into one buffer per batch, and one
 all-to-all moves them. What stays on a rank is never sent. A batch ends where its tensors reach ``BATCH_NBYTES``, the
-same on every rank; no more than a batch is in flight.
+same on every rank; no more than a batch is in flight. Rows that are saved from a GPU go by ``DEVICE_BATCH_NBYTES``, and
+on to CPU memory, where they are offloaded, before the next batch.
 
 [Note: Large tensors]
 What gloo gathers or exchanges goes through memory of its own, and once more through a batch's. Where the tensors of a
@@ -26,6 +27,7 @@ from torch import Tensor
 from fsdp_c import _C
 
 BATCH_NBYTES = 64 * 2**20
+DEVICE_BATCH_NBYTES = 8 * 2**20  # for what is saved from a device, where a model may have left little memory
 LARGE_NBYTES = 2**20  # of the tensors of a batch on average; see [Note: Large tensors]
 
 # torch 2.13 names the collective as the others; the older name stays until torch drops it

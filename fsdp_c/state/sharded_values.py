@@ -28,7 +28,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import ParamExtension, full_shape
-from fsdp_c.state.redistribution import Partition, chunk_partition, gather, redistribute, shard_partition
+from fsdp_c.state.redistribution import (
+    DEVICE_BATCH_NBYTES,
+    Partition,
+    chunk_partition,
+    gather,
+    redistribute,
+    shard_partition,
+)
 
 
 class ParamLayout(NamedTuple):
@@ -114,17 +121,20 @@ def rows_shape(shape: torch.Size, numel: int) -> list[int]:
 
 
 def rows_of_shards(
-    modules: Iterable[ShardedModule], layouts_of: Callable[[ShardedModule], Sequence[tuple[ParamLayout, Tensor]]]
+    modules: Iterable[ShardedModule],
+    layouts_of: Callable[[ShardedModule], Sequence[tuple[ParamLayout, Tensor]]],
+    offloads: Callable[[ShardedModule], bool],
 ) -> dict[ShardedModule, list[Tensor]]:
     """Per unit, this rank's rows of what ``layouts_of`` gives: layouts, and this rank's 1-D part of each shard.
 
     A scalar is whole on the rank that holds it, and of shape [0] on the others; under a mesh whole everywhere.
-    Collective over the units' groups, with few large transfers. See ``redistribution.redistribute``.
+    In CPU memory where ``offloads`` says so. Collective over the units' groups, with few large transfers. See
+    ``redistribution.redistribute``.
     """
     result: dict[ShardedModule, list[Tensor]] = {}
     for group, members in by_group(modules):
         items = [(module, layout, piece) for module in members for layout, piece in layouts_of(module)]
-        chunks = _rows_of_one_group(items, group, members[0].compute_device)
+        chunks = _rows_of_one_group(items, group, members[0].compute_device, offloads)
         for module in members:
             result[module] = []
         for (module, _, _), chunk in zip(items, chunks, strict=True):
@@ -142,22 +152,41 @@ def by_group(modules: Iterable[ShardedModule]) -> Iterator[tuple[dist.ProcessGro
 
 
 def _rows_of_one_group(
-    items: list[tuple[ShardedModule, ParamLayout, Tensor]], group: dist.ProcessGroup, device: torch.device
+    items: list[tuple[ShardedModule, ParamLayout, Tensor]],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    offloads: Callable[[ShardedModule], bool],
 ) -> list[Tensor]:
-    direct = [(layout, piece) for _, layout, piece in items if layout.rows is not None]
+    # the same on every rank, and so whether or not rows are offloaded: ranks may differ in that
+    batch_nbytes = None if device.type == "cpu" else DEVICE_BATCH_NBYTES
+    direct = [(module, layout, piece) for module, layout, piece in items if layout.rows is not None]
     rows = redistribute(
-        (piece for _, piece in direct),
-        [layout.shard for layout, _ in direct],
-        [layout.rows for layout, _ in direct if layout.rows is not None],
+        (piece for _, _, piece in direct),
+        [layout.shard for _, layout, _ in direct],
+        [layout.rows for _, layout, _ in direct if layout.rows is not None],
         group,
         device=device,
-        shapes=[layout.own_rows for layout, _ in direct],
+        shapes=[layout.own_rows for _, layout, _ in direct],
+        batch_nbytes=batch_nbytes,
     )
-    moved = iter([dims_from_memory(own, layout.order) for (layout, _), own in zip(direct, rows, strict=True)])
-    others = [(layout, piece) for _, layout, piece in items if layout.rows is None]
-    wholes = gather((piece for _, piece in others), [layout.shard for layout, _ in others], group, device=device)
-    parts = iter([_own_rows(flat, layout, group) for (layout, _), flat in zip(others, wholes, strict=True)])
+    own = _offloaded(rows, direct, offloads)
+    moved = iter([dims_from_memory(one, layout.order) for (_, layout, _), one in zip(direct, own, strict=True)])
+    others = [(module, layout, piece) for module, layout, piece in items if layout.rows is None]
+    shards = [layout.shard for _, layout, _ in others]
+    wholes = gather((piece for _, _, piece in others), shards, group, device=device, batch_nbytes=batch_nbytes)
+    own = (_own_rows(flat, layout, group) for (_, layout, _), flat in zip(others, wholes, strict=True))
+    parts = iter(list(_offloaded(own, others, offloads)))
     return [next(moved) if layout.rows is not None else next(parts) for _, layout, _ in items]
+
+
+def _offloaded(
+    rows: Iterable[Tensor],
+    items: list[tuple[ShardedModule, ParamLayout, Tensor]],
+    offloads: Callable[[ShardedModule], bool],
+) -> Iterator[Tensor]:
+    """Those of units that offload go to CPU memory before the next batch is made."""
+    for (module, _, _), own in zip(items, rows, strict=True):
+        yield own.cpu() if offloads(module) else own
 
 
 def _own_rows(flat: Tensor | None, layout: ParamLayout, group: dist.ProcessGroup) -> Tensor:

@@ -215,13 +215,16 @@ def put_full_values(module: ShardedModule, state_dict: StateDict, prefix: str) -
 
 
 def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[Tensor]]:
-    """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective."""
+    """Per unit this rank's rows of each parameter as it is now, with memory of their own. Collective.
+
+    With ``offload_to_cpu`` in CPU memory already, but for those of units that are parallel or summoned.
+    """
     modules = list(modules)
     parallel = [module for module in modules if module._fsdp_extension is not None]
     sharded = [module for module in modules if not is_summoned(module) and module not in parallel]
     for module in sharded:
         handle_of(module).writeback()
-    rows = rows_of_shards(sharded, lambda module: list(shard_pieces(module)))
+    rows = rows_of_shards(sharded, lambda module: list(shard_pieces(module)), _offloads)
     for module in parallel:
         if not is_summoned(module):
             with summoned(module):
@@ -232,6 +235,10 @@ def sharded_rows(modules: Iterable[ShardedModule]) -> dict[ShardedModule, list[T
         elif module not in rows:
             rows[module] = [own_rows(full, module.rank, module.world_size).clone() for full in _copies_of_shown(module)]
     return rows
+
+
+def _offloads(module: ShardedModule) -> bool:
+    return module._state_dict_config.offload_to_cpu
 
 
 def _parallel_rows(module: ShardedModule, full: Tensor) -> Tensor:

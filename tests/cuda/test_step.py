@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c._runtime_utils import _lazy_init
-from tests.cuda.test_parity import GPU, TIMEOUT_S, over
+from tests.cuda.test_parity import GPU, TIMEOUT_S, Upstream, over
 from tests.ranks import on_ranks
 
 WIDTH = 1024
@@ -39,11 +39,11 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 }
 
 
-def large(**options: Any) -> Any:
+def large(fsdp: Any = FSDP, **options: Any) -> Any:
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
     policy = ModuleWrapPolicy({nn.Linear})
-    return FSDP(layers, auto_wrap_policy=policy, device_id=GPU, **{"use_orig_params": True} | options)
+    return fsdp(layers, auto_wrap_policy=policy, device_id=GPU, **{"use_orig_params": True} | options)
 
 
 @pytest.fixture
@@ -202,6 +202,25 @@ def test_steps_under_streams_of_the_user_give_the_same(rank: int, world_size: in
 
 FULL = (StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig())
 SHARDED = (StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(), ShardedOptimStateDictConfig(offload_to_cpu=True))
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_a_sharded_state_dict_on_the_cpu_takes_as_little_of_the_device_as_torch_s(rank: int, world_size: int) -> None:
+    def taken(fsdp: Any) -> tuple[int, list[Tensor]]:
+        model = large(fsdp, use_orig_params=False, **group)
+        step(model)
+        gc.collect()
+        base = requested()
+        torch.cuda.reset_peak_memory_stats()
+        with fsdp.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(offload_to_cpu=True)):
+            values = model.state_dict()
+        return requested("peak") - base, [value.local_tensor() for value in values.values()]
+
+    with over("nccl") as group:
+        (theirs, their_rows), (ours, our_rows) = taken(Upstream), taken(FSDP)
+    assert ours < 1.1 * theirs, (ours, theirs)
+    assert {row.device.type for row in our_rows} == {"cpu"}
+    assert_alike(their_rows, our_rows)
 
 
 @pytest.mark.parametrize("kind", [FULL, SHARDED], ids=["full", "sharded"])
