@@ -121,7 +121,8 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
             if not _is_tensor(value):
                 continue
             shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            if shape != layout.full_shape:
+            kept = known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
+            if shape != layout.full_shape and not kept:
                 raise ValueError(
                     f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
                     f"{tuple(shape)}, the parameter {tuple(layout.full_shape)}"
@@ -225,8 +226,11 @@ def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
 
 def _own_part(target: _Target, value: Tensor) -> Tensor:
     layout = target.layout
+    sharded = handle_of(target.module).layout.sharded
+    if not sharded and value.shape != layout.shape:  # OptimParam.takes_any_shape
+        return value.clone()
     flat = to_memory_order(value, layout.order)
-    if not handle_of(target.module).layout.sharded:
+    if not sharded:
         return from_memory_order(flat.clone(), layout.shape, layout.order)
     start, end = layout.shard.bounds(target.module.rank)
     return flat[start:end].clone()

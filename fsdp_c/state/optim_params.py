@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_c.compat.aliases import OptimInput
 from fsdp_c.sharding import common
-from fsdp_c.sharding.sharded_module import ShardedModule, units_with_paths
+from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 
 Key = int | str  # of a parameter in the state dict of an optimizer: its position over all groups, or its name
@@ -30,6 +30,12 @@ class OptimParam(NamedTuple):
         """The module whose unit manages it."""
         assert self.module is not None
         return self.module
+
+    @property
+    def takes_any_shape(self) -> bool:
+        """Whether state is kept as the optimizer has it, of whatever shape: every rank has the whole of it."""
+        unit = self.owner
+        return unit._use_orig_params and not handle_of(unit).layout.sharded and unit._fsdp_extension is None
 
 
 class OptimParams:

@@ -164,13 +164,16 @@ def _layout_of(known: OptimParam) -> ParamLayout:
 
 def _misfits(managed: dict[str, OptimParam], states: dict[str, ParamState]) -> Iterator[str]:
     for name, state in states.items():
+        if managed[name].takes_any_shape:
+            continue
         numel = _own_numel(managed[name])
         for key, value in state.items():
             if _is_sharded(value) and value.numel() != numel:
                 yield (
                     f"optimizer state {key!r} of {name} has shape {tuple(value.shape)} on rank "
                     f"{managed[name].owner.rank}, whose shard holds {numel} elements of it: only state of the "
-                    "parameter's own shape can be saved"
+                    "parameter's own shape can be saved. Such optimizers need ShardingStrategy.NO_SHARD with "
+                    "use_orig_params=True"
                 )
 
 
@@ -307,7 +310,7 @@ def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
     value = value.detach() if value.requires_grad else value
     sharded = handle_of(module).layout.sharded
     if module._use_orig_params:
-        part = value.reshape(-1) if value.dim() != 1 and (sharded or not value.numel()) else value
+        part = value.reshape(-1) if sharded and value.dim() != 1 else value
         return [_Piece(known.fqns[0], name, layouts[known.indices[0]], part)]
     return [
         _Piece(fqn, name, layout, part if sharded else from_memory_order(part, layout.shape, layout.order))
@@ -389,17 +392,21 @@ def _assembled(
     scalars = _new_scalars(held)
     for known, one in held.items():
         for fqn in known.fqns:
-            found: list[tuple[str, object]] = [(name, values[fqn, name]) for name, _ in one.tensors]
-            found += [(name, next(scalars[dtype])) for name, _, dtype in one.scalars]
-            found += [(name, copy.deepcopy(value)) for name, value in one.others]
-            state[fqn] = dict(sorted(found, key=_first))
+            state[fqn] = {name: values[fqn, name] for name, _ in one.tensors}
+            state[fqn] |= {name: next(scalars[dtype]) for name, _, dtype in one.scalars}
+            state[fqn] |= {name: copy.deepcopy(value) for name, value in one.others}
+            if params.use_orig_params:
+                state[fqn] = {name: state[fqn][name] for name in _order_of_orig(known, one, local)}
     for name, own in unmanaged.items():
         state[name] = {key: _copied(value, options) for key, value in own.items()}
     return dict(sorted(state.items())) if params.use_orig_params else state
 
 
-def _first(pair: tuple[str, object]) -> str:
-    return pair[0]
+def _order_of_orig(known: OptimParam, one: _Held, local: dict[OptimParam, ParamState]) -> Iterable[str]:
+    """torch's: that of the optimizer where nothing is gathered, else tensors of the parameter's shape are the last."""
+    if known in local and not handle_of(known.owner).layout.sharded:
+        return local[known]
+    return [entry[0] for kind in (one.others, one.scalars, one.tensors) for entry in kind]
 
 
 def _new_scalars(held: dict[OptimParam, _Held]) -> dict[torch.dtype, Iterator[Tensor]]:

@@ -218,6 +218,71 @@ def test_hybrid_state_equals_torchs(rank, world_size, use_orig_params):
         assert_same_osd(*states)
 
 
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@both_views
+@on_ranks(2)
+def test_values_of_a_state_are_in_torchs_order(rank, world_size, use_orig_params, kind, strategy):
+    """The optimizer's where original parameters are not sharded; else by kind, and by name among those of one kind."""
+    orders = []
+    for which in ("torch", "fsdp_c"):
+        model = wrap(net(), use_orig_params, which, sharding_strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        train(model, optimizer, rank)
+        for param in model.parameters():
+            if param.numel():
+                values = {"step": torch.tensor(1.0), "b": torch.zeros_like(param), "kept": 3, "a": param.detach()}
+                optimizer.state[param] = {**values, "also": None, "count": torch.tensor(2)}
+        state = saved(model, optimizer, kind)["state"]
+        orders.append({name: list(one) for name, one in state.items()})
+    assert orders[0] == orders[1]
+    assert all(len(order) == 6 for order in orders[1].values())
+
+
+# ----------------------------------------------------------------- state of other shapes than the parameter's
+
+
+def adafactor(which: str, rank: int, seed: int = 0, **options: Any) -> tuple[Any, Any]:
+    model = wrap(net(seed), True, which, **options)
+    return model, torch.optim.Adafactor(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("form", ["full", "rank 0", "sharded"])
+@on_ranks(2)
+def test_state_of_any_shape_is_kept_where_parameters_are_not_sharded(rank, world_size, form):
+    """F-068: Adafactor keeps sums of a matrix's rows and columns."""
+    kind = SHARDED if form == "sharded" else FULL
+    config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
+    results = []
+    for which in ("torch", "fsdp_c"):
+        model, optimizer = adafactor(which, rank, sharding_strategy=ShardingStrategy.NO_SHARD)
+        train(model, optimizer, rank)
+        state = copy.deepcopy(saved(model, optimizer, kind, config))  # torch's is the optimizer's own
+        before = copy.deepcopy(state)
+        if state:
+            assert state["state"]["inp.weight"]["col_var"].shape == (1, WIDTH)
+        other, again = adafactor(which, rank, seed=5, sharding_strategy=ShardingStrategy.NO_SHARD)
+        other.load_state_dict(model.state_dict())
+        again.load_state_dict(to_load(other, again, state, kind, config))
+        train(other, again, rank)
+        results.append((before, saved(other, again), other.state_dict()))
+    torchs, ours = results
+    if torchs[0]:
+        assert_same_osd(torchs[0], ours[0])
+    assert_same_osd(torchs[1], ours[1])
+    assert all(same_bits(value, ours[2][name]) for name, value in torchs[2].items())
+
+
+@on_ranks(2)
+def test_state_of_other_shapes_is_refused_where_parameters_are_sharded(rank, world_size):
+    model, optimizer = adafactor("fsdp_c", rank)
+    train(model, optimizer, rank)
+    whole, whole_optimizer = adafactor("fsdp_c", rank, sharding_strategy=ShardingStrategy.NO_SHARD)
+    train(whole, whole_optimizer, rank)
+    with pytest.raises(ValueError, match="does not have same shape as its parameter: '.*_var'"):
+        to_load(model, optimizer, saved(whole, whole_optimizer))
+
+
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     params = list(model.parameters())
     return [{"params": params[::2], "lr": 0.1, "tag": "even"}, {"params": params[1::2], "weight_decay": 0.01}]
@@ -273,7 +338,9 @@ def test_state_of_another_shape_is_refused_on_every_rank(rank, world_size):
     if rank == 1:
         param = next(p for p in model.parameters() if p.numel())
         optimizer.state[param]["exp_avg"] = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1"):
+    with pytest.raises(
+        ValueError, match=r"'exp_avg' of .* has shape \(2,\) on rank 1.* need ShardingStrategy.NO_SHARD"
+    ):
         saved(model, optimizer)
 
 
