@@ -32,6 +32,8 @@ from fsdp_c.state.sharded_values import (
 )
 from fsdp_c.state.state_dict_saving import split_shard
 
+MAX_NAMES = 4  # in a message
+
 
 class LoadOptions(NamedTuple):
     rank0_only: bool  # rank 0 has the state dict, the others pass nothing
@@ -61,7 +63,8 @@ def load_optim_state(
 ) -> ParamState:
     """What ``optim.load_state_dict()`` takes. Collective where ``osd`` is sharded or on rank 0 only.
 
-    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit.
+    ``osd`` is not changed. Raises ValueError for a dict without "state", and for values that do not fit, KeyError for
+    a group with names that are not those of the optimizer's parameters.
     """
     source = None
     if options.rank0_only:
@@ -69,6 +72,7 @@ def load_optim_state(
         osd = _broadcast_structure(source, options.group)
     if "state" not in osd:
         raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
+    _check_groups(osd.get("param_groups", ()), params, keys)
     targets = _targets(params, osd["state"])
     shards = dict(_shards(targets, source, options))
     state = _rekeyed(params, keys, osd["state"], shards, source, options)
@@ -447,8 +451,23 @@ def _flat_tensor(
 # ---- groups
 
 
+def _check_groups(groups: Sequence[ParamGroup], params: OptimParams, keys: dict[Key, nn.Parameter]) -> None:
+    held = set(keys.values())
+    known = [fqn for fqn, (param, _) in params.by_fqn.items() if param in held]
+    for index, group in enumerate(groups):
+        unknown = sorted(set(group["params"]).difference(known), key=str)
+        if unknown:
+            shown = ", ".join(map(repr, unknown[:MAX_NAMES])) + (", ..." if len(unknown) > MAX_NAMES else "")
+            raise KeyError(
+                f"Can't find {shown} from the parameters that the optimizer holds, which param_groups[{index}] of the "
+                f"state dict names ({len(unknown)} in all; the optimizer's have names like {known[:1]}). Pass state of "
+                "this model and optimizer, and change names or leave them out where the models differ; numbers become "
+                "names by FullyShardedDataParallel.rekey_optim_state_dict()"
+            )
+
+
 def _keyed_group(group: ParamGroup, params: OptimParams, keys: dict[Key, nn.Parameter]) -> ParamGroup:
     key_of = {param: key for key, param in keys.items()}
-    found: Iterable[Key] = {key_of[params.by_fqn[fqn][0]] for fqn in group["params"] if fqn in params.by_fqn}
+    found: Iterable[Key] = {key_of[params.by_fqn[fqn][0]] for fqn in group["params"]}
     rest = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
     return {**rest, "params": sorted(found)}

@@ -537,6 +537,44 @@ def test_dict_without_state_is_refused(rank, world_size):
         to_load(model, optimizer, {})
 
 
+@both_views
+@pytest.mark.parametrize("form", ["full", "rank 0", "sharded", "named"])
+@on_ranks(2)
+def test_names_that_the_optimizer_has_not_are_refused_in_groups_and_passed_through_in_state(
+    rank, world_size, use_orig_params, form
+):
+    """X-178, F-070: also of parameters outside of units, which the state names legally."""
+    kind = SHARDED if form == "sharded" else FULL
+    config = FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=False) if form == "rank 0" else None
+    more = {"is_named_optimizer": True} if form == "named" else {}
+    for which in ("torch", "fsdp_c"):
+        model = net()
+        model = wrap(model, use_orig_params, which, ignored_modules=[model.inp])
+        optimizer = OPTIMIZERS["adam"](model.parameters())
+        train(model, optimizer, rank)
+        state = saved(model, optimizer, kind, config)
+        if state:
+            assert "inp.weight" in state["param_groups"][0]["params"]
+            state["state"]["nope"] = {"exp_avg": torch.ones(3)}
+        loaded = to_load(model, optimizer, copy.deepcopy(state) if kind == FULL else state, kind, config, **more)
+        if form != "rank 0":  # torch's other ranks have a placeholder
+            assert torch.equal(loaded["state"]["nope"]["exp_avg"], torch.ones(3))
+        if state:
+            state["param_groups"][0]["params"] += ["nope"]
+        before = repr(optimizer.state_dict())
+        with pytest.raises(KeyError, match="nope"):
+            to_load(model, optimizer, state, kind, config, load_directly=True, **more)
+        assert repr(optimizer.state_dict()) == before
+    with pytest.raises(
+        KeyError, match="Can't find 'nope' from the parameters .*param_groups.0. .* names like ..*rekey"
+    ):
+        to_load(model, optimizer, state, kind, config, **more)
+    if kind == FULL:
+        by_number = {"state": {}, "param_groups": [{"params": [0, 1]}]}
+        with pytest.raises(KeyError, match="Can't find 0, 1 .*rekey_optim_state_dict"):
+            to_load(model, optimizer, by_number, kind, config, **more)
+
+
 @on_ranks(2)
 def test_load_directly_loads(rank, world_size):
     """A-141."""
