@@ -173,9 +173,12 @@ class Handle:
         """``flat_param.data`` becomes what ``flat_param.data.to(*args, **kwargs)`` returns, and all that shows it
         follows. Away from the device that computes, gathering raises AssertionError until it is moved back.
         AssertionError amid a step or in summon_full_params. On an error nothing has moved."""
+    def leave_shard(self) -> None:
+        """Before ``.to()`` and its kin replace the data of ``flat_param`` and its ``.grad``: between steps it shows the
+        shard then, and what the user did to gradients is taken over."""
     def show_sharded(self) -> None:
         """Set up the storage after ``flat_param`` as it is now, and show the shard on the modules: at construction, and
-        after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound."""
+        after ``flat_param.data`` was replaced (``.to()``) while no Runtime is bound. Gradients follow."""
     def set_layer_calls(self, calls: list[tuple[dict[str, Any], Callable[..., Any]]], /) -> None:
         """Have layers, each given by its ``__dict__``, make these calls while they would compute with sharded
         parameters. A layer that the user has compiled is left alone. TypeError when called twice."""

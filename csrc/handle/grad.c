@@ -167,15 +167,21 @@ static int set_flat_grad(struct gradients *gradients, PyObject *grad) {
                 : torch_set_foreign_grad(gradients->param->tensor, grad);
 }
 
+/* flat_param.grad = what no_sync left, without the right padding */
+static int show_flat_unsharded(struct gradients *gradients) {
+    PyObject *grad =
+        PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
+    int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
+    Py_XDECREF(grad);
+    return result;
+}
+
 static int show_no_sync(struct gradients *gradients) {
     if (gradients->kind == GRAD_UNSHARDED)
         return 0; /* accumulated in place: shown already */
     if (gradients_add_late(gradients, &gradients->saved_shard) < 0)
         return -1;
-    PyObject *grad =
-        PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
-    int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
-    Py_XDECREF(grad);
+    int result = show_flat_unsharded(gradients);
     if (gradients_set_kind(gradients, GRAD_UNSHARDED) < 0 || result < 0)
         return -1;
     return show_grads(gradients, gradients->unsharded);
@@ -233,6 +239,53 @@ int gradients_show_flat_grad(struct gradients *gradients) {
     int result = grad ? 0 : -1;
     if (grad)
         result = grad == Py_None ? gradients_show_full_grad(gradients, grad) : show_grads(gradients, grad);
+    Py_XDECREF(grad);
+    return result;
+}
+
+/* ---- moved ---- */
+
+/* The parameters that show a gradient show their parts of `grad`; where the user wants none, there is none. */
+static int show_parts_anew(struct gradients *gradients, PyObject *grad) {
+    int result = 0;
+    Py_CLEAR(gradients->shown); /* nothing goes with the views of before */
+    for (int64_t i = 0; !result && gradients->param->use_orig_params && i < gradients->param->num_params; i++) {
+        PyObject *param = PyList_GetItem(gradients->param->params, i);
+        PyObject *before = torch_get_grad(param), *part = NULL;
+        result = before ? 0 : -1;
+        if (before && before != Py_None && gradients_offset(gradients, i) >= 0) {
+            part = gradients_part(gradients, grad, i);
+            result = part ? torch_set_foreign_grad(param, part) : -1;
+        }
+        Py_XDECREF(before);
+        Py_XDECREF(part);
+    }
+    return result < 0 || gradients->kind != GRAD_SHARDED ? result : watch_shown(gradients, NOBODY);
+}
+
+/* What no_sync left goes where the shard is, in its dtype unless mixed precision says another. */
+static int move_unsharded(struct gradients *gradients) {
+    const struct storage *storage = gradients->storage;
+    PyObject *like = storage->may_offload ? gradients->unsharded : storage->local_shard;
+    PyObject *dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
+    PyObject *device = PyObject_GetAttr(like, torch_names.device);
+    PyObject *moved = device ? PyObject_CallMethod(gradients->unsharded, "to", "OO", device,
+                                                   dtype == Py_None ? storage->orig_dtype : dtype)
+                             : NULL;
+    Py_XDECREF(device);
+    if (!moved)
+        return -1;
+    ref_set(&gradients->unsharded, moved);
+    return show_flat_unsharded(gradients);
+}
+
+int gradients_follow(struct gradients *gradients) {
+    if (gradients->in_backward || gradients->kind == GRAD_NONE)
+        return 0;
+    if (gradients->kind == GRAD_UNSHARDED)
+        return move_unsharded(gradients) < 0 ? -1 : show_parts_anew(gradients, gradients->unsharded);
+    PyObject *grad = torch_get_grad(gradients->param->tensor);
+    int result = !grad ? -1 : grad == Py_None ? 0 : show_parts_anew(gradients, grad);
     Py_XDECREF(grad);
     return result;
 }

@@ -129,6 +129,8 @@ int gradients_show_full_grad(struct gradients *gradients,
                              PyObject *grad); /* ... follow a full-size flat gradient, or None */
 /* Amid a backward: no `.grad` shows what no_sync left, or NO_SHARD reduces in place. 0 or -1. */
 int gradients_hide(struct gradients *gradients);
+/* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or -1 */
+int gradients_follow(struct gradients *gradients);
 void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
 int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */

@@ -60,6 +60,10 @@ int handle_lazy_init(struct handle *handle);         /* storage, views and dtype
 int handle_follow_flat_param(struct handle *handle); /* lazy init, again if its data is another one now. 0 or -1 */
 int handle_writeback(struct handle *handle); /* that, and take over Parameters that the user replaced. 0 or -1 */
 int handle_publish(struct handle *handle);   /* attributes of the flat parameter, from now on. 0 or -1 */
+/* Before and after outside code moves the flat parameter, and its .grad, to another dtype or device: between steps it then shows the
+ * shard, with what the user did to gradients; what shows it follows. 0 or -1 */
+int handle_leave(struct handle *handle);
+int handle_follow(struct handle *handle);
 /* flat_param.data = flat_param.data.to(*args, **kwargs), and the handle and all that is shown follow. 0, or -1 and nothing has moved;
  * AssertionError amid a step. */
 int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs /* or NULL */);
@@ -130,7 +134,7 @@ static inline int handle_unwrap_views(struct handle *handle) {
 
 /* What the user did to gradients since the last step. 0 or -1. */
 static inline int handle_collect_user_grads(struct handle *handle) {
-    return handle->ready ? edits_collect_grads(&handle->edits) : 0;
+    return handle->gradients.shard_sizes ? edits_collect_grads(&handle->edits) : 0; /* from the first lazy init on */
 }
 
 static inline void handle_set_optimizer_in_backward(struct handle *handle, bool attached) {

@@ -65,6 +65,24 @@ static int refuse_to_move(struct handle *handle) {
     return -1;
 }
 
+int handle_leave(struct handle *handle) {
+    if (handle->training_state != USE_IDLE)
+        return 0;
+    if (handle_collect_user_grads(handle) < 0)
+        return -1;
+    if (handle->storage.param_state == PARAM_SHARDED)
+        return 0;
+    return storage_reshard(&handle->storage, true) < 0 ? -1 : handle_show_sharded(handle);
+}
+
+int handle_follow(struct handle *handle) {
+    if (slots_show_nothing(&handle->slots) < 0)
+        return -1;
+    if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
+        return -1;
+    return handle_show_sharded(handle) < 0 ? -1 : gradients_follow(&handle->gradients);
+}
+
 static PyObject *moved(PyObject *tensor, PyObject *args, PyObject *kwargs) {
     PyObject *to = PyObject_GetAttrString(tensor, "to");
     PyObject *result = to ? PyObject_Call(to, args, kwargs) : NULL;

@@ -158,12 +158,11 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *show_sharded(PyObject *self, PyObject *unused) {
-    struct handle *handle = inside(self);
-    if (slots_show_nothing(&handle->slots) < 0)
-        return NULL;
-    if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
-        return NULL;
-    return none_or_error(handle_show_sharded(handle));
+    return none_or_error(handle_follow(inside(self)));
+}
+
+static PyObject *leave_shard(PyObject *self, PyObject *unused) {
+    return none_or_error(handle_leave(inside(self)));
 }
 
 static PyObject *set_layer_calls(PyObject *self, PyObject *calls) {
@@ -286,6 +285,7 @@ static PyMethodDef methods[] = {
     {"summon_grads", summon_grads, METH_NOARGS, NULL},
     {"summon_grads_exit", summon_grads_exit, METH_O, NULL},
     {"sharded_grads", sharded_grads, METH_NOARGS, NULL},
+    {"leave_shard", leave_shard, METH_NOARGS, NULL},
     {"show_sharded", show_sharded, METH_NOARGS, NULL},
     {"set_layer_calls", set_layer_calls, METH_O, NULL},
     {"call_layers_directly", call_layers_directly, METH_NOARGS, NULL},

@@ -6,6 +6,7 @@ tests/cuda has the rest.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -151,6 +152,89 @@ def test_move_that_fails_leaves_everything_where_it_was(rank: int, world_size: i
         model._handle.flat_param_to(torch.float64)
     assert (model._flat_param.data_ptr(), model._flat_param.dtype) == (before, torch.float32)
     assert torch.equal(loss_of(model, rank, 0).detach(), expected)
+
+
+# ----------------------------------------------------------------- gradients
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+
+def backward(model: Any, rank: int, step: int, sync: bool = True) -> None:
+    dtype = next(model.parameters()).dtype
+    generator = torch.Generator(device()).manual_seed(10 * step + rank)
+    with contextlib.nullcontext() if sync else model.no_sync():
+        model(torch.randn(3, WIDTH, generator=generator).to(dtype)).square().mean().backward()
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["reduced", "no_sync"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_gradients_go_to_another_dtype_with_the_parameters(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, sync: bool
+) -> None:
+    """As nn.Module does it; what comes later is added to them."""
+    model = build(use_orig_params, strategy)
+    backward(model, rank, 0, sync)
+    before = gradients_of(model)
+    model.double()
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert param.dtype == torch.float64
+        assert (param.grad is None) == (grad is None)
+        if grad is not None:
+            assert param.grad is not None and torch.equal(param.grad, grad.double())
+    model.float().double()
+    other = build(use_orig_params, strategy).double()
+    for step in (1, 2):
+        backward(model, rank, step, sync=sync or step == 2)
+        backward(other, rank, step, sync=sync or step == 2)
+    first = build(use_orig_params, strategy)
+    backward(first, rank, 0)
+    assert sum(param.numel() for param in model.parameters())
+    for param, early, late in zip(model.parameters(), first.parameters(), other.parameters(), strict=True):
+        assert (param.grad is None) == (late.grad is None)
+        if param.grad is not None and late.grad is not None and early.grad is not None:
+            assert param.grad.dtype == torch.float64
+            torch.testing.assert_close(param.grad, early.grad.double() + late.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_gradients_that_the_user_has_replaced_or_cleared_go_along(rank: int, world_size: int, strategy: str) -> None:
+    model = build(strategy=strategy)
+    backward(model, rank, 0)
+    cleared, replaced, *_ = [param for param in model.parameters() if param.grad is not None]
+    cleared.grad, replaced.grad = None, torch.full_like(replaced, 3.0)
+    for move in (model.double, model.float, model.double):
+        move()
+        assert cleared.grad is None
+        assert replaced.grad is not None and replaced.grad.dtype == replaced.dtype
+        assert bool((replaced.grad == 3.0).all())
+    replaced.grad.fill_(4.0)
+    handles = [handle for handle in model._all_handles if any(replaced is one for one in handle.flat_param._params)]
+    assert bool((handles[0].flat_param.grad == 4.0).any())
+    model.zero_grad()
+    assert all(handle.flat_param.grad is None for handle in model._all_handles)
+    backward(model, rank, 1)
+    other = build(strategy=strategy).double()
+    backward(other, rank, 1)
+    expected = gradients_of(other)
+    assert all(a is b or torch.equal(a, b) for a, b in zip(gradients_of(model), expected, strict=True))  # type: ignore[arg-type]
+
+
+@both_views
+@on_ranks(2)
+def test_parameters_that_a_forward_has_left_whole_move_as_well(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """SHARD_GRAD_OP keeps them until a backward; what is shown later is what was moved."""
+    model = build(use_orig_params, "SHARD_GRAD_OP")
+    loss_of(model, rank, 0)
+    model.double()
+    assert {param.dtype for param in model.parameters()} == {torch.float64}
+    assert model(torch.ones(2, WIDTH, dtype=torch.float64)).dtype == torch.float64
 
 
 # ----------------------------------------------------------------- layer by layer
