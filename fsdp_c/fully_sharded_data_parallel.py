@@ -240,7 +240,8 @@ class FullyShardedDataParallel(ShardedModule):
         self._init_state(tree)
         tree, params = self._materialize(tree, name, device, device_id, param_init_fn)
         if sync_module_states:
-            materialization.sync_states(module, params, [group for group in reversed(groups) if group is not None])
+            senders = [group for group in reversed(groups) if group is not None]
+            materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {self.rank}")
         self._segments = self._flatten(tree, name, params, groups)
         for inner in filter(is_sharded_module, tree.units):
             inner._enclosing = weakref.ref(self)

@@ -1,8 +1,9 @@
 """Bringing a module's tensors to life before they are flattened: meta initialisation, moves, broadcasts."""
 
+import itertools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c.sharding.construction import CPU, own_params
-from fsdp_c.sharding.traversal import Subtree, is_unit
+from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit
 
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 
@@ -122,20 +123,43 @@ def warn_of_cpu_initialization(params: Iterable[nn.Parameter], compute_device: t
         )
 
 
-def sync_states(module: nn.Module, params: Iterable[nn.Parameter], groups: Iterable[dist.ProcessGroup]) -> None:
+def sync_states(
+    module: nn.Module, params: Iterable[nn.Parameter], groups: Sequence[dist.ProcessGroup], where: str
+) -> None:
     """Give every rank the values of rank 0: ``params`` and each buffer not yet sent. Collective over ``groups``.
 
     With the group of the replicas first, every shard group's rank 0 has the right values when its turn comes.
+    Raises ValueError, naming ``where``, for tensors on the CPU that a group cannot send.
     """
     tensors: list[torch.Tensor] = []
-    for buffer in module.buffers():
-        if not getattr(buffer, "_fsdp_synced", False):
-            buffer._fsdp_synced = True  # type: ignore[attr-defined]  # a mark on the user's own buffer
-            tensors += _plain_tensors(buffer.detach())
+    params = list(params)
+    buffers = [buffer for buffer in module.buffers() if not getattr(buffer, "_fsdp_synced", False)]
+    _check_sendable(module, [*params, *buffers], groups, where)
+    for buffer in buffers:
+        buffer._fsdp_synced = True  # type: ignore[attr-defined]  # a mark on the user's own buffer
+        tensors += _plain_tensors(buffer.detach())
     for param in params:
         tensors += _plain_tensors(param.detach())
     for group in groups:
         _sync_params_and_buffers(group, tensors, BROADCAST_BUCKET_NBYTES, src=0)
+
+
+def _check_sendable(
+    module: nn.Module, tensors: Iterable[torch.Tensor], groups: Iterable[dist.ProcessGroup], where: str
+) -> None:
+    on_cpu = next((tensor for tensor in tensors if tensor.device == CPU), None)
+    if on_cpu is None:
+        return
+    for group in groups:
+        types = {device.type for device in group._device_types}  # empty for groups made outside of torch
+        if types and CPU.type not in types:
+            named = itertools.chain(module.named_buffers(), module.named_parameters())
+            name = next((clean_name(name) for name, tensor in named if tensor is on_cpu), "one of them")
+            raise ValueError(
+                f"The module has CPU parameters or buffers when `sync_module_states=True`: {name!r} of {where}, whose "
+                f"process group sends tensors on {', '.join(sorted(types))} alone. Pass device_id, or move the module "
+                'there before it is wrapped, or make the group with the backend "cpu:gloo,cuda:nccl"'
+            )
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -338,6 +338,30 @@ def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
     step(model)
 
 
+def refusal(module: nn.Module, **options: Any) -> str:
+    with pytest.raises(
+        ValueError, match="^The module has CPU parameters or buffers when `sync_module_states=True`"
+    ) as one:
+        FSDP(module, sync_module_states=True, **options)
+    return str(one.value)
+
+
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int, world_size: int) -> None:
+    """X-025, and parity 7: a group with gloo sends them."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with over("nccl") as group:
+        assert f"'0.weight' of unit 'Sequential' on rank {rank}, whose" in refusal(module.cpu(), **group)
+        module.to(GPU)[1].running_var = torch.full((4,), float(rank), device="cpu")
+        assert f"'1.running_var' of unit 'Sequential' on rank {rank}, whose process group" in refusal(module, **group)
+        assert "Pass device_id" in refusal(module, **group)
+        assert FSDP(module, sync_module_states=True, device_id=GPU, **group).module[1].running_var.device == GPU
+    other = nn.Linear(2, 2, device="cpu")
+    other.register_buffer("own", torch.full((4,), float(rank), device="cpu"))
+    FSDP(other, sync_module_states=True)
+    assert torch.equal(other.own.cpu(), torch.zeros(4))
+
+
 def held() -> tuple[int, int]:
     """Bytes that live, and that torch has from the driver."""
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
