@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_c.sharding.flat_param import FlatParamHandle, ManagedParam
-from fsdp_c.sharding.sharded_module import ShardedModule
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 
 T = TypeVar("T")
 _ABSENT = object()
@@ -59,6 +59,15 @@ def bound_runtime(fsdp_module: ShardedModule) -> Iterator[None]:
     finally:
         if unbound and (runtime := fsdp_module._unit.runtime) is not None:
             runtime.release()
+
+
+def lies_elsewhere_whole(fsdp_module: ShardedModule) -> bool:
+    """Whether the units have been moved from where they compute, and each rank has all: nothing is to be sent."""
+    if fsdp_module._unit.runtime is not None:
+        return False
+    handles = [unit._handle for unit in units_of(fsdp_module) if unit._handle is not None]
+    moved = any(handle.flat_param.device != handle.device and not handle._offload_params for handle in handles)
+    return moved and not any(handle.layout.sharded for handle in handles)
 
 
 @contextlib.contextmanager

@@ -267,7 +267,7 @@ def _values_of(fsdp_module: ShardedModule) -> list[Tensor]:
 def _pre_save_hook(fsdp_module: ShardedModule, prefix: str, keep_vars: bool) -> None:
     kind = _kind(fsdp_module)
     with contextlib.ExitStack() as stack:
-        _enter(fsdp_module, stack)
+        _enter(fsdp_module, stack, binds=not common.lies_elsewhere_whole(fsdp_module))
         if fsdp_module._unit.is_root and fsdp_module._unit.runtime is not None:
             fsdp_module._unit.runtime.reset_grad_info()
         for part in _parts_with_params(fsdp_module):
@@ -366,15 +366,16 @@ def _kind(fsdp_module: ShardedModule) -> StateDictType:
     return fsdp_module._state_dict_type
 
 
-def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack) -> None:
-    """What saving and loading open alike."""
+def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool = True) -> None:
+    """What saving and loading open alike. ``binds``: the units come together, which raises where they have moved."""
     if fsdp_module in _open:
         raise AssertionError(
             "Entering the ``_unshard_fsdp_state_params`` context but the previous one is still open (rank "
             f"{fsdp_module.rank}): a state_dict() or load_state_dict() call on it raised, or calls itself"
         )
     common.synchronize(fsdp_module.compute_device)
-    stack.enter_context(common.bound_runtime(fsdp_module))
+    if binds:
+        stack.enter_context(common.bound_runtime(fsdp_module))
 
 
 # ----------------------------------------------------------------- entries of a dict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import (
     MixedPrecision,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -336,6 +338,69 @@ def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
     assert live < 2**19 and reserved <= 2 * 2**20  # at most one of the allocator's segments for small tensors
     move(model, torch.optim.SGD(model.parameters()), GPU)
     step(model)
+
+
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def small(strategy: str, **options: Any) -> Any:
+    torch.manual_seed(2)
+    layers = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
+    how = ShardingStrategy[strategy]
+    return FSDP(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=GPU, sharding_strategy=how, **options)
+
+
+def accumulate(model: Any, rank: int, step: int, sync: bool) -> None:
+    batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).to(GPU)
+    with contextlib.nullcontext() if sync else model.no_sync():
+        model(batch).square().mean().backward()
+
+
+@pytest.mark.parametrize("sync", [True, False], ids=["reduced", "no_sync"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_gradients_leave_the_device_with_the_parameters(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, sync: bool
+) -> None:
+    seen = []
+    with over("nccl") as group:
+        for leaves in (False, True):
+            model = small(strategy, use_orig_params=use_orig_params, **group)
+            accumulate(model, rank, 0, sync)
+            before = [None if param.grad is None else param.grad.cpu() for param in model.parameters()]
+            if leaves:
+                model.cpu()
+                for param, grad in zip(model.parameters(), before, strict=True):
+                    assert param.device == HOST and (param.grad is None) == (grad is None)
+                    assert param.grad is None or (param.grad.device == HOST and torch.equal(param.grad, grad))
+                model.cuda()
+            accumulate(model, rank, 1, sync)
+            accumulate(model, rank, 2, sync=True)
+            seen.append([param.grad.cpu() for param in model.parameters() if param.grad is not None])
+            assert seen[-1]
+    assert_alike(*seen)
+
+
+@pytest.mark.parametrize("after", ["construction", "a backward"])
+@both_views
+@on_ranks(2, TIMEOUT_S, label="nccl")
+def test_whole_parameters_can_be_saved_where_they_have_been_moved_to(
+    rank: int, world_size: int, use_orig_params: bool, after: str
+) -> None:
+    """As torch does after a step, with use_orig_params; where something must be gathered, X-062 says what to do."""
+    with over("nccl") as group:
+        model = small("NO_SHARD", use_orig_params=use_orig_params, **group)
+        if after == "a backward":
+            accumulate(model, rank, 0, sync=True)
+        expected = {name: value.cpu() for name, value in model.state_dict().items()}
+        saved = model.cpu().state_dict()
+        assert list(saved) == list(expected) and len(saved) == 4
+        assert all(value.device == HOST and torch.equal(value, expected[name]) for name, value in saved.items())
+        model.cuda().load_state_dict(saved)
+        accumulate(model, rank, 1, sync=True)
+        with pytest.raises(RuntimeError, match="unexpectedly has parameters on cpu. Make sure to move the module"):
+            small("FULL_SHARD", use_orig_params=use_orig_params, **group).cpu().state_dict()
 
 
 def refusal(module: nn.Module, **options: Any) -> str:
