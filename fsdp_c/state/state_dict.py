@@ -46,7 +46,7 @@ from fsdp_c.state.state_dict_saving import (
     put_sharded_values,
     sharded_rows,
 )
-from fsdp_c.training.unshard_params import check_idle
+from fsdp_c.training.unshard_params import check_idle, warn_of_copies
 
 logger = logging.getLogger(__name__)
 
@@ -222,12 +222,21 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
     if _saving.outermost is not None:
         yield
         return
+    if _copies_on_every_rank(fsdp_module):
+        warn_of_copies(stacklevel=5)
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
         with closing_units(), common.collector_paused():
             yield
     finally:
         _saving.outermost, _saving.values = None, {}
+
+
+def _copies_on_every_rank(fsdp_module: ShardedModule) -> bool:
+    config = fsdp_module._state_dict_config
+    if not isinstance(config, FullStateDictConfig) or not config.offload_to_cpu or config.rank0_only:
+        return False
+    return any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(fsdp_module))
 
 
 @contextlib.contextmanager

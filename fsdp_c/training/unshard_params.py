@@ -61,11 +61,16 @@ def _check_arguments(
             "pass writeback=False"
         )
     if offload_to_cpu and not rank0_only:
-        warnings.warn(
-            "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for each "
-            "rank: pass rank0_only=True to keep one",
-            stacklevel=4,
-        )
+        warn_of_copies(stacklevel=5)
+
+
+def warn_of_copies(stacklevel: int) -> None:
+    """What is offloaded is on every rank."""
+    warnings.warn(
+        "offload_to_cpu=True and rank0_only=False may result in one copy of all parameters in CPU memory for each "
+        "rank: pass rank0_only=True to keep one",
+        stacklevel=stacklevel,
+    )
 
 
 def _is_sharded(fsdp_module: ShardedModule) -> bool:

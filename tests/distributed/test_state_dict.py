@@ -180,6 +180,23 @@ def test_offload_on_cpu_gives_live_values(rank: int, world_size: int, strategy: 
     assert_same(plain().state_dict(), full_state_dict(model, offload_to_cpu=True))
 
 
+@both_views
+@on_ranks(2)
+def test_copies_on_every_rank_are_warned_of_once_per_save(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """X-108. Each unit of torch's warns; on a CPU device it cannot be asked (parity 5)."""
+
+    def warned(module: Any, **config: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            full_state_dict(module, **config)
+        return [one.filename for one in caught if str(one.message).startswith("offload_to_cpu=True and rank0_only=Fal")]
+
+    model = wrap(plain(), use_orig_params)
+    assert warned(model, offload_to_cpu=True) == [__file__]
+    assert warned(model, offload_to_cpu=True, rank0_only=True) == warned(model) == []
+    assert warned(wrap(plain(), use_orig_params, sharding_strategy="NO_SHARD"), offload_to_cpu=True) == []
+
+
 @all_strategies
 @both_views
 @on_ranks(2)
