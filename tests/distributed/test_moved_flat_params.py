@@ -237,6 +237,24 @@ def test_parameters_that_a_forward_has_left_whole_move_as_well(
     assert model(torch.ones(2, WIDTH, dtype=torch.float64)).dtype == torch.float64
 
 
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_move_to_where_the_model_is_changes_no_backward(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    found = []
+    for moves in (False, True):
+        model = build(use_orig_params, strategy)
+        for step in range(2):
+            loss = loss_of(model, rank, step)
+            if moves:
+                model.to(device()).float()
+            loss.backward()
+        found.append([grad for grad in gradients_of(model) if grad is not None])
+    assert found[0] and all(map(torch.equal, *found))
+
+
 # ----------------------------------------------------------------- layer by layer
 
 
