@@ -254,7 +254,6 @@ G-039 offload::test_parameters_gradients_and_optimizer_state_are_on_the_cpu
 G-041 construction::test_submodules_are_marked_for_dynamo_but_ignored_ones_are_not
 G-042 construction::test_parameter_shared_by_two_units_is_refused_and_both_names_given
 X-009 reason: works: no device_id and no accelerator means the CPU (parity 7)
-X-025 reason: works: CPU tensors are broadcast (parity 7)
 X-048 reason: only a rank's own part is ever flattened, so that no storage is shared
 X-067 reason: a moved module is initialised anew, which raises X-062
 X-068 reason: a prefetch is decided in C; an illegal transition raises RuntimeError
