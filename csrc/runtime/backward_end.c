@@ -32,6 +32,7 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     if (!done)
         return -1;
     runtime->callback_queued = true;
+    runtime->graph_goes_on = runtime->num_in_forward && torch_grad_enabled();
     return 0;
 }
 

@@ -31,7 +31,8 @@ struct runtime {
     const struct operations *operations; /* borrowed; a dry run has one of its own */
     struct order order;
     bool callback_queued;
-    int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it */
+    int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it, */
+    bool graph_goes_on;     /* and of that autograd makes a graph, which the step's backward goes through */
     bool any_cut_off, any_left_out, told_of_no_gradient;
     bool trains;             /* the root's last forward began with gradients enabled */
     const void *final_hook;  /* what was queued last: compared, never followed */

@@ -109,6 +109,11 @@ def fed_back(model: Any, rank: int) -> None:
     loss_of(model(model(batch(rank)))).backward()
 
 
+def twice(model: Any, rank: int) -> None:
+    for index in range(2):
+        loss_of(model(batch(rank, index))).backward()
+
+
 def two_forwards(model: Any, rank: int) -> None:
     (loss_of(model(batch(rank))) + loss_of(model(batch(rank, 1)))).backward()
 
@@ -298,6 +303,38 @@ def test_grad_on_inputs_gives_parameters_no_gradient_and_frees_everything(
     torch.autograd.grad(loss_of(model(x)), x)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert live_nbytes() == before
+
+
+class Forces(nn.Module):
+    """Differentiates the energy that an inner unit computes, within its own forward, and learns from the result."""
+
+    def __init__(self, runs_again: bool, with_energy: bool) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.runs_again, self.with_energy = runs_again, with_energy
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = self.energy(x)
+        (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+        if self.runs_again:
+            force = force + self.energy(force)
+        return self.head(force) + (energy if self.with_energy else 0)
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+@pytest.mark.parametrize("with_energy", [False, True])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_gradient_that_a_forward_takes_of_an_inner_unit_is_differentiated(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, with_energy: bool, runs_again: bool
+) -> None:
+    model, reference = (seeded(lambda: Forces(runs_again, with_energy)) for _ in range(2))
+    policy = ModuleWrapPolicy({nn.Sequential})
+    model = wrap(model, strategy, use_orig_params=use_orig_params, auto_wrap_policy=policy)
+    assert_same_gradients(model, reference, twice, rank, world_size)
 
 
 @all_strategies
