@@ -221,13 +221,12 @@ int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
     return 0;
 }
 
-int gradients_hide(struct gradients *gradients) {
-    gradients->before_nbytes = 0;
-    if (gradients->param->use_orig_params && gradients_show_full_grad(gradients, Py_None) < 0)
-        return -1;
+int gradients_hide_unsharded(struct gradients *gradients) {
     if (gradients->kind != GRAD_UNSHARDED)
         return 0;
-    return torch_set_grad(gradients->param->tensor, Py_None) < 0 ? -1 : gradients_set_kind(gradients, GRAD_NONE);
+    if (gradients_hide(gradients, gradients->unsharded) < 0 || torch_set_grad(gradients->param->tensor, Py_None) < 0)
+        return -1;
+    return gradients_set_kind(gradients, GRAD_NONE);
 }
 
 int gradients_show_flat_grad(struct gradients *gradients) {
@@ -314,18 +313,8 @@ static void forget(struct gradients *gradients) {
     Py_CLEAR(gradients->saved_shard);
 }
 
-static int note_before(struct gradients *gradients, PyObject *grad) {
-    struct tensor_view view;
-    if (tensor_view_of(grad, &view) < 0)
-        return -1;
-    gradients->before = view.data;
-    gradients->before_nbytes = tensor_view_numel(&view) * dtype_nbytes(view.dtype);
-    return 0;
-}
-
 static int take_flat_grad(struct gradients *gradients) {
     Py_CLEAR(gradients->shown);
-    gradients->before_nbytes = 0;
     PyObject *grad = torch_get_grad(gradients->param->tensor);
     if (!grad)
         return -1;
@@ -334,11 +323,11 @@ static int take_flat_grad(struct gradients *gradients) {
         forget(gradients);
         return gradients_set_kind(gradients, GRAD_NONE);
     }
-    if (note_before(gradients, grad) < 0 || gradients->kind == GRAD_UNSHARDED) {
+    if (gradients->kind == GRAD_UNSHARDED) {
         Py_DECREF(grad);
-        return PyErr_Occurred() ? -1 : 0;
+        return 0;
     }
-    if (gradients_set_kind(gradients, GRAD_NONE) < 0) {
+    if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_hide(gradients, grad) < 0) {
         Py_DECREF(grad);
         return -1;
     }

@@ -233,7 +233,7 @@ int gradients_pack(struct gradients *gradients) {
     if (*previous) {
         if (gradients->pending && gradients_add_received(gradients, *previous) < 0)
             return -1;
-        if (gradients_hide(gradients) < 0)
+        if (gradients_hide_unsharded(gradients) < 0)
             return -1;
         total = *previous;
         *previous = NULL;

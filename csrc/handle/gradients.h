@@ -42,11 +42,9 @@ struct gradients {
     bool hooked;          /* hooks of the flat parameter have made an unsharded gradient of what was received */
     bool unreduced;       /* what no_sync left has not been reduced yet */
     bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
-    const void *before;   /* where the .grad lies that there was before this backward: parameters may still show it */
-    int64_t before_nbytes;
-    PyObject *shown;     /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
-    int64_t shown_param; /* of which parameter */
-    PyObject *shown_end; /* owned; what it calls once that is gone */
+    PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
+    int64_t shown_param;  /* of which parameter */
+    PyObject *shown_end;  /* owned; what it calls once that is gone */
 
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
@@ -127,8 +125,8 @@ int gradients_hand_over(struct gradients *gradients);      /* saved_shard become
 int gradients_show_flat_grad(struct gradients *gradients); /* the original parameters' .grad follow flat_param.grad */
 int gradients_show_full_grad(struct gradients *gradients,
                              PyObject *grad); /* ... follow a full-size flat gradient, or None */
-/* Amid a backward: no `.grad` shows what no_sync left, or NO_SHARD reduces in place. 0 or -1. */
-int gradients_hide(struct gradients *gradients);
+int gradients_hide_unsharded(
+    struct gradients *gradients); /* amid a backward: no .grad shows what no_sync left. 0 or -1 */
 /* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or -1 */
 int gradients_follow(struct gradients *gradients);
 void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
@@ -136,7 +134,9 @@ int gradients_drop_shown(struct gradients *gradients);     /* the user has clear
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);
-/* late_grads.c: *shard += what autograd itself has added to .grad amid this backward; zeros where *shard was NULL. 0 or -1. */
+/* late_grads.c: amid a backward, no original parameter's .grad is a part of `grad` any longer. 0 or -1. */
+int gradients_hide(struct gradients *gradients, PyObject *grad);
+/* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or -1. */
 int gradients_add_late(struct gradients *gradients, PyObject **shard);
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's has. */
 int64_t gradients_offset(const struct gradients *gradients, int64_t index);

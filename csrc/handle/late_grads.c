@@ -3,19 +3,40 @@
  * [Note: terms beside the units] A loss may have terms of the parameters as they are between steps: sum(p.square().sum() for p in
  * model.parameters()). Where such a term was made before the forward, its gradient comes after the unit's own has been packed, and
  * autograd sets or adds to `.grad`. It is of the shard, and nobody reduces it, as nobody does where the term was made after the
- * forward and the gradient was there before the backward came to the unit. */
+ * forward and the gradient was there before the backward came to the unit.
+ *
+ * What parameters show of earlier backwards is hidden meanwhile, as a reduction on another stream adds to it. */
 #include "handle/gradients.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
-/* Is it what parameters showed before this backward? */
-static bool was_there(const struct gradients *gradients, PyObject *grad) {
+static bool is_part_of(PyObject *grad, const struct tensor_view *whole) {
     struct tensor_view view;
     if (tensor_view_of(grad, &view) < 0) {
         PyErr_Clear();
         return false;
     }
-    return (uintptr_t)view.data - (uintptr_t)gradients->before < (uintptr_t)gradients->before_nbytes;
+    uintptr_t nbytes = (uintptr_t)(tensor_view_numel(whole) * dtype_nbytes(whole->dtype));
+    return (uintptr_t)view.data - (uintptr_t)whole->data < nbytes;
+}
+
+static int hide_one(PyObject *param, const struct tensor_view *whole) {
+    PyObject *grad = torch_get_grad(param);
+    int result = grad ? 0 : -1;
+    if (grad && grad != Py_None && is_part_of(grad, whole))
+        result = torch_set_grad(param, Py_None);
+    Py_XDECREF(grad);
+    return result;
+}
+
+int gradients_hide(struct gradients *gradients, PyObject *grad) {
+    struct tensor_view whole;
+    if (!gradients->param->use_orig_params)
+        return 0;
+    int result = tensor_view_of(grad, &whole);
+    for (int64_t i = 0; !result && i < gradients->param->num_params; i++)
+        result = hide_one(PyList_GetItem(gradients->param->params, i), &whole);
+    return result;
 }
 
 /* New reference to what has come for one parameter, or for the flat one where `index` is -1; Py_None where nothing has. */
@@ -23,10 +44,7 @@ static PyObject *come_for(const struct gradients *gradients, int64_t index) {
     if (index >= 0 && gradients_offset(gradients, index) < 0)
         return Py_NewRef(Py_None);
     const struct flat_param *param = gradients->param;
-    PyObject *grad = torch_get_grad(index < 0 ? param->tensor : PyList_GetItem(param->params, index));
-    if (grad && grad != Py_None && was_there(gradients, grad))
-        ref_set(&grad, Py_NewRef(Py_None));
-    return grad;
+    return torch_get_grad(index < 0 ? param->tensor : PyList_GetItem(param->params, index));
 }
 
 static PyObject *zeros_of_shard(const struct gradients *gradients) {
