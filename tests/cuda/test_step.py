@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
@@ -44,8 +45,8 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 def large(fsdp: Any = FSDP, **options: Any) -> Any:
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
-    policy = ModuleWrapPolicy({nn.Linear})
-    return fsdp(layers, auto_wrap_policy=policy, device_id=GPU, **{"use_orig_params": True} | options)
+    chosen = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear}), "use_orig_params": True}
+    return fsdp(layers, device_id=GPU, **chosen | options)
 
 
 @pytest.fixture
@@ -127,6 +128,7 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
 
 
 def requested(kind: str = "current") -> int:
+    torch.cuda.init()
     return int(torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"])
 
 
@@ -149,6 +151,30 @@ def test_gradients_of_no_sync_go_as_units_are_reduced(name: str, use_orig_params
     model(batch).square().mean().backward()
     assert at_end[-1] <= (LAYERS / 4 + 4) * UNIT_NBYTES
     assert requested("peak") - base <= accumulated + 4 * UNIT_NBYTES
+
+
+POLICIES: dict[str, Any] = {
+    "by class": ModuleWrapPolicy({nn.Linear}),
+    "by size": functools.partial(size_based_auto_wrap_policy, min_num_params=WIDTH),
+}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": CPUOffload(True)}], ids=["plain", "offload"])
+@pytest.mark.usefixtures("one_of_four")
+def test_auto_wrapping_brings_a_model_to_the_device_unit_by_unit(
+    options: dict[str, Any], policy: str, use_orig_params: bool
+) -> None:
+    """Beside the shards that are made, a unit's parameters are there, their flat parameter, and nothing of others."""
+    gc.collect()
+    base = requested()
+    torch.cuda.reset_peak_memory_stats()
+    model = large(auto_wrap_policy=POLICIES[policy], use_orig_params=use_orig_params, **options)
+    shards = 0 if options else LAYERS * UNIT_NBYTES // 4
+    assert requested() - base <= shards + 512 * LAYERS
+    assert requested("peak") - base <= shards + 3 * UNIT_NBYTES
+    del model
 
 
 # ---- ranks
