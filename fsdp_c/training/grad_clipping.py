@@ -27,8 +27,8 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
     """Scale all gradients of ``root`` so that their total norm is at most ``max_norm``.
 
     Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion of the
-    gradients' dtypes, computed in fp32 (fp64 where a unit is). Raises RuntimeError on an instance that is not the root,
-    ValueError during forward or backward; warns where this rank has no gradients.
+    gradients' dtypes (fp32 where this rank has none), computed in fp32 (fp64 where a unit is). Raises RuntimeError on
+    an instance that is not the root, ValueError during forward or backward; warns where this rank has no gradients.
     """
     root._lazy_init()
     if not root._unit.is_root:
@@ -54,10 +54,10 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
     if not grads:
         warnings.warn(
             f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning the total norm in the "
-            f"default dtype {total_norm.dtype}",
+            f"default dtype {torch.float32}",
             stacklevel=2,
         )
-        return total_norm
+        return total_norm.float()
     return total_norm.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
 
 

@@ -137,9 +137,10 @@ def test_inner_unit_is_refused(rank: int, world_size: int) -> None:
         model.module.blocks[0].clip_grad_norm_(1.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @on_ranks(2)
-def test_rank_without_gradients_warns_and_returns_fp32(rank: int, world_size: int) -> None:
-    model = wrap(plain())
+def test_rank_without_gradients_warns_and_returns_fp32(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    model = wrap(plain().to(dtype))
     with pytest.warns(UserWarning, match=f"rank {rank} with no gradients"):
         norm = model.clip_grad_norm_(1.0)
     assert norm.dtype == torch.float32 and norm.item() == 0.0
