@@ -203,6 +203,7 @@ static int show_reduced(struct gradients *gradients) {
 
 int gradients_hand_over(struct gradients *gradients) {
     gradients->in_backward = gradients->hooked = false;
+    Py_CLEAR(gradients->hidden);
     /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
     Py_CLEAR(gradients->pending);
     Py_CLEAR(gradients->sum);
@@ -327,7 +328,7 @@ static int take_flat_grad(struct gradients *gradients) {
         Py_DECREF(grad);
         return 0;
     }
-    if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_hide(gradients, grad) < 0) {
+    if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_set_aside(gradients, grad) < 0) {
         Py_DECREF(grad);
         return -1;
     }

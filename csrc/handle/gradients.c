@@ -23,6 +23,7 @@ void gradients_init(struct gradients *gradients, const struct handle_spec *spec)
 
 void gradients_fini(struct gradients *gradients) {
     gradients_drop(gradients);
+    Py_CLEAR(gradients->hidden);
     Py_CLEAR(gradients->shown);
     Py_CLEAR(gradients->shown_end);
     Py_CLEAR(gradients->unsharded);

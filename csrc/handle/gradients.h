@@ -43,8 +43,9 @@ struct gradients {
     bool unreduced;       /* what no_sync left has not been reduced yet */
     bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
     PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
-    int64_t shown_param;  /* of which parameter */
-    PyObject *shown_end;  /* owned; what it calls once that is gone */
+    PyObject *hidden; /* owned; list: what parameters showed of earlier backwards, or None each; NULL outside of one */
+    int64_t shown_param; /* of which parameter */
+    PyObject *shown_end; /* owned; what it calls once that is gone */
 
     double predivide, postdivide; /* in effect: those of a native hook's state, 1 with another hook */
     struct comm_hook comm_hook;
@@ -136,6 +137,8 @@ PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);
 /* late_grads.c: amid a backward, no original parameter's .grad is a part of `grad` any longer. 0 or -1. */
 int gradients_hide(struct gradients *gradients, PyObject *grad);
+int gradients_set_aside(struct gradients *gradients, PyObject *grad); /* the same, until they are shown again */
+int gradients_show_again(struct gradients *gradients);                /* after an exception. 0 or -1 */
 /* *shard += what autograd itself has put into .grad amid this backward; zeros where *shard was NULL. 0 or -1. */
 int gradients_add_late(struct gradients *gradients, PyObject **shard);
 /* Where a parameter's gradient lies in the flat gradient, or -1; and that part, in the shape the parameter's has. */

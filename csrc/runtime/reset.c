@@ -19,6 +19,8 @@ static int reset(struct runtime *runtime) {
         if (unit_unwatch_inputs(unit) < 0)
             return -1;
         if (handle) {
+            if (gradients_show_again(&handle->gradients) < 0)
+                return -1;
             if (handle->gradients.in_backward)
                 gradients_drop(&handle->gradients);
             handle_set_training_state(handle, USE_IDLE);
