@@ -259,6 +259,7 @@ class FullyShardedDataParallel(ShardedModule):
     # ---- construction
 
     def _init_groups(self, groups: construction.ProcessGroups) -> None:
+        construction.note_groups(groups)
         data_parallel_size = groups.data_parallel_size
         predivide = predivide_factor(data_parallel_size)
         self.process_group = groups.shard

@@ -248,18 +248,6 @@ def resolve_process_groups(
     device: torch.device,
 ) -> ProcessGroups:
     """The groups that the arguments name. Creating the groups of a hybrid strategy is a collective of all ranks."""
-    groups = _named_groups(process_group, strategy, device_mesh, has_policy, device)
-    _groups_of_units.update(group for group in groups if isinstance(group, dist.ProcessGroup))
-    return groups
-
-
-def _named_groups(
-    process_group: GroupArgument,
-    strategy: ShardingStrategy | None,
-    device_mesh: DeviceMesh | None,
-    has_policy: bool,
-    device: torch.device,
-) -> ProcessGroups:
     if process_group is not None and device_mesh is not None:
         raise ValueError(
             "Cannot pass both process_group and device_mesh at the same time: the groups are those of the mesh"
@@ -531,6 +519,11 @@ def check_all_flattened(tree: Subtree, ignored_params: set[nn.Parameter], unit: 
 _TURN_OF_THREADS_S = 0.1  # a thread of gloo has work of microseconds left when a collective has been waited for
 _groups_of_units: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 _OWNERS_OF_GROUPS = ("_handle", "_inter_node_state", "_comm_hook_state")  # beside the unit itself
+
+
+def note_groups(groups: ProcessGroups) -> None:
+    """A unit is made with them: their threads may hold its tensors when the process ends."""
+    _groups_of_units.update(group for group in groups if group is not None)
 
 
 def _let_groups_go() -> None:

@@ -42,6 +42,14 @@ TRANSFERS: dict[str, dict[str, Any]] = {
 }
 
 
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+def requested(kind: str = "current") -> int:
+    torch.cuda.init()
+    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"])
+
+
 def large(fsdp: Any = FSDP, **options: Any) -> Any:
     torch.manual_seed(1)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
@@ -88,9 +96,9 @@ def test_peak_memory_does_not_depend_on_timing() -> None:
         step(model)
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
-        base = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        base = requested()
         step(model)
-        peaks.append(torch.cuda.memory_stats()["requested_bytes.all.peak"] - base)
+        peaks.append(requested("peak") - base)
         del model
         gc.collect()
     assert peaks[0] == peaks[1]
@@ -127,12 +135,7 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
     assert torch.cuda.memory_stats()["num_alloc_retries"] > retries  # it was in need
 
 
-def requested(kind: str = "current") -> int:
-    torch.cuda.init()
-    return int(torch.cuda.memory_stats()[f"requested_bytes.all.{kind}"])
-
-
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("name", ["plain", "bf16"])
 @pytest.mark.usefixtures("one_of_four")
 def test_gradients_of_no_sync_go_as_units_are_reduced(name: str, use_orig_params: bool) -> None:
@@ -159,7 +162,7 @@ POLICIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": CPUOffload(True)}], ids=["plain", "offload"])
 @pytest.mark.usefixtures("one_of_four")
@@ -321,7 +324,7 @@ def move(model: Any, optimizer: torch.optim.Optimizer, device: torch.device) -> 
 HOST = torch.device("cpu")
 
 
-@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@both_views
 @pytest.mark.parametrize("name", TRANSFERS)
 @on_ranks(2, TIMEOUT_S, label="nccl")
 def test_model_that_leaves_the_device_between_steps_trains_as_one_that_stays(
@@ -364,9 +367,6 @@ def test_model_that_leaves_the_device_leaves_nothing_there(name: str) -> None:
     assert live < 2**19 and reserved <= 2 * 2**20  # at most one of the allocator's segments for small tensors
     move(model, torch.optim.SGD(model.parameters()), GPU)
     step(model)
-
-
-both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
 
 def small(strategy: str, **options: Any) -> Any:
