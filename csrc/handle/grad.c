@@ -365,11 +365,9 @@ int gradients_drop_shown(struct gradients *gradients) {
 }
 
 PyObject *gradients_zeros(struct gradients *gradients) {
-    PyObject *zeros = torch_empty_like(gradients->storage->local_shard);
-    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
-    if (!done || torch_set_foreign_grad(gradients->param->tensor, zeros) < 0)
+    PyObject *zeros = torch_zeros_like(gradients->storage->local_shard);
+    if (zeros && torch_set_foreign_grad(gradients->param->tensor, zeros) < 0)
         Py_CLEAR(zeros);
-    Py_XDECREF(done);
     return zeros;
 }
 

@@ -70,17 +70,8 @@ static PyObject *come_for(const struct gradients *gradients, int64_t index) {
     return torch_get_grad(index < 0 ? param->tensor : PyList_GetItem(param->params, index));
 }
 
-static PyObject *zeros_of_shard(const struct gradients *gradients) {
-    PyObject *zeros = torch_empty_like(gradients->storage->shard_like.tensor);
-    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
-    if (!done)
-        Py_CLEAR(zeros);
-    Py_XDECREF(done);
-    return zeros;
-}
-
 static int add(const struct gradients *gradients, PyObject **shard, PyObject *late, int64_t index) {
-    if (!*shard && !(*shard = zeros_of_shard(gradients)))
+    if (!*shard && !(*shard = torch_zeros_like(gradients->storage->shard_like.tensor)))
         return -1;
     PyObject *part = index < 0 ? Py_NewRef(*shard) : gradients_part(gradients, *shard, index);
     PyObject *there = part ? PyObject_CallMethod(late, "to", "O", part) : NULL; /* its device and dtype */

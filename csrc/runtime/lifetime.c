@@ -92,15 +92,13 @@ int unit_unshard_for_backward(struct unit *unit) {
 
 /* What a graph of a backward reads has no gather of its own: it stays for the step's backward. */
 static bool stays_for_graph(const struct unit *unit) {
-    return unit->runtime->num_in_forward && unit->runtime->graph_goes_on && unit->handle->param.sharded;
+    return unit->runtime->num_in_forward && unit->runtime->graph_goes_on;
 }
 
 int unit_reshard_in_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
-    bool free_storage =
-        !handle->param.sharded || unit->sync_gradients || flat_param_reshards_after_forward(&handle->param);
-    if (stays_for_graph(unit))
-        free_storage = false;
+    bool keeps = stays_for_graph(unit) || !(unit->sync_gradients || flat_param_reshards_after_forward(&handle->param));
+    bool free_storage = !handle->param.sharded || !keeps;
     return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
 }
 

@@ -112,6 +112,15 @@ PyObject *torch_empty_like(PyObject *tensor) {
     return result;
 }
 
+PyObject *torch_zeros_like(PyObject *tensor) {
+    PyObject *zeros = torch_empty_like(tensor);
+    PyObject *done = zeros ? PyObject_CallMethod(zeros, "zero_", NULL) : NULL;
+    if (!done)
+        Py_CLEAR(zeros);
+    Py_XDECREF(done);
+    return zeros;
+}
+
 PyObject *torch_empty_pinned_like(PyObject *tensor) {
     struct tensor_view view;
     if (tensor_view_of(tensor, &view) < 0)

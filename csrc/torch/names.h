@@ -55,6 +55,7 @@ int torch_names_init(void);
 
 /* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
+PyObject *torch_zeros_like(PyObject *tensor);
 PyObject *torch_empty_like(PyObject *tensor);
 PyObject *torch_empty_pinned_like(PyObject *tensor); /* in CPU memory, pinned where there is a GPU to copy from */
 
