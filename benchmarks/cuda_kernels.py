@@ -91,7 +91,6 @@ def cases(numel: int, device: str) -> list[Case]:
         Case("unscale fp32", unscale, torchs_unscale, 8 * numel),
         Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
         Case("AdamW fp32", ours.step, theirs.step, 28 * numel),
-        Case("norms fp32", lambda: ops.norms(grads32, 2.0), lambda: torch._foreach_norm(grads32), 4 * numel),
     ]
 
 

@@ -164,29 +164,6 @@ def accumulations(numel: int) -> Iterator[Case]:
         yield Case(name, numel * (8 + source.itemsize), by_torch, by_us)
 
 
-def norms(numel: int) -> Iterator[Case]:
-    for dtype, p in (
-        (torch.float32, 1.0),
-        (torch.float32, 2.0),
-        (torch.bfloat16, 2.0),
-        (torch.float32, 3.0),
-        (torch.float32, math.inf),
-    ):
-        tensors = split(numel, dtype)
-
-        def by_torch(tensors: list[Tensor] = tensors, p: float = p) -> list[Tensor]:
-            return [torch.linalg.vector_norm(tensor, p, dtype=torch.float32) for tensor in tensors]
-
-        def by_us(tensors: list[Tensor] = tensors, p: float = p) -> Tensor:
-            return OPS.norms(tensors, p)
-
-        yield Case(f"{p:g}-norm {short(dtype)}", numel * dtype.itemsize, by_torch, by_us)
-    flat = torch.randn(numel)
-    yield Case(
-        "2-norm fp32, one tensor", 4 * numel, lambda: torch.linalg.vector_norm(flat), lambda: OPS.norms([flat], 2.0)
-    )
-
-
 def scalings(numel: int) -> Iterator[Case]:
     """Clipping, and the gradient scaler's unscaling; of ones by one, which stay what they are."""
     one, found = torch.ones(()), torch.zeros(())
@@ -215,7 +192,7 @@ def checksums(numel: int) -> Iterator[Case]:
     yield Case("checksum", 4 * numel, None, lambda: OPS.checksums(tensors))
 
 
-GROUPS = (packs, slices, accumulations, norms, scalings, checksums)
+GROUPS = (packs, slices, accumulations, scalings, checksums)
 
 
 def short(dtype: torch.dtype) -> str:

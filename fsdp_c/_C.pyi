@@ -187,6 +187,9 @@ class Handle:
     def writeback(self) -> None:
         """Take over parameters and data that the user replaced. RuntimeError for one that does not fit the shard,
         NotImplementedError for an untied shared parameter."""
+    def hide_views(self) -> None:
+        """Original parameters that a forward has left whole for its backward are shown sharded from now on; what was
+        written to them in place goes into the shard. A no-op else, and amid a step."""
     def unshard(self) -> None:
         """Gather the parameters in compute dtype and wait; a no-op unless sharded. Collective. The modules' parameters
         stay as they are."""
@@ -285,6 +288,7 @@ class Runtime:
     units: tuple[Unit, ...]
     iteration: int
     callback_queued: bool  # a backward is running, or has raised
+    handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
     _backward_prefetch_limit: int  # writable, for the clients that write them: units gathered ahead of the current one
     _forward_prefetch_limit: int
     def check_order(self, names: list[list[str]], group: ProcessGroup, device: torch.device, /) -> None:
@@ -404,14 +408,15 @@ def watch_gradients(function: Callable[[_AnyHandle, tuple[Any, ...] | None], obj
 def open_flight_recorder(path: str, rank: int, world_size: int, /) -> None:
     """Write from now on where this rank is to the file ``path``, made anew; ``fsdp_c.where`` reads it.
 
-    On SIGUSR1 the same goes to stderr, unless that signal is handled already. OSError where the file cannot be made.
+    On SIGUSR1 the same goes to stderr, unless that signal is handled already. A forked child leaves the file alone.
+    OSError, and no file, where it cannot be made or the disk has no room for all of it.
     """
 
 def read_flight_recorder(path: str | PathLike[str], /) -> tuple[int, int, int, int, int, str, bool, str]:
     """(rank, world size, process, step, phase, unit, failed, host) of a rank's file; see tools.flight_recorder.Entry.
 
     Where the rank is between steps after a collective has failed, phase and unit are those of the failure. OSError
-    where the file cannot be read, ValueError for another kind of file.
+    where the file cannot be read, ValueError for another kind of file or a rank that cannot be.
     """
 
 def close_flight_recorder() -> None:

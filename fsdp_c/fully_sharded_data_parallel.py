@@ -74,7 +74,7 @@ from fsdp_c.state import optim_state_dict as optim_states
 from fsdp_c.state import state_dict
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import describe_unit, log_units
-from fsdp_c.training import grad_clipping, sharded_errors, training_warnings, tree, unshard_params
+from fsdp_c.training import grad_clipping, optimizer_steps, sharded_errors, training_warnings, tree, unshard_params
 from fsdp_c.training.execution_order import ExecutionOrder
 
 __all__ = [
@@ -420,6 +420,7 @@ class FullyShardedDataParallel(ShardedModule):
         runtime = _C.Runtime([module._unit for module in members])
         runtime.set_optional(optional_units(modules))
         self._exec_order_data.bind(self, runtime)
+        optimizer_steps.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:
             runtime.check_order([_param_names(*module) for module in modules], self.process_group, self.compute_device)
         for path, module in modules:
@@ -633,6 +634,29 @@ class FullyShardedDataParallel(ShardedModule):
         if self._unit.runtime is not None:
             self._unit.runtime.await_failed_backward()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in nn.Module; also after a forward, where modules may show views in the place of parameters (C-091)."""
+        for param in self._own_parameters():
+            if set_to_none:
+                param.grad = None
+            elif (grad := param.grad) is not None:
+                (grad.requires_grad_(False) if grad.grad_fn is None else grad.detach_()).zero_()
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Self":
+        """As in nn.Module; also after a forward, where modules may show views in the place of parameters (C-091)."""
+        for param in self._own_parameters():
+            param.requires_grad_(requires_grad)
+        return self
+
+    def _own_parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters below this module as an optimizer has them, once or twice each."""
+        for param in self.parameters():
+            if isinstance(param, nn.Parameter):
+                yield param
+        for unit in units_of(self):
+            if unit._handle is not None:
+                yield from unit._handle.flat_param._params or ()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,3 +32,34 @@ def save_versions(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path
         os.write(report, f"begin {version}\n".encode())
         checkpoint.save(model, optimizer, path, extra={"version": version})
         os.write(report, f"done {version}\n".encode())
+
+
+_CALLS = {"open", "mkdir", "rename", "unlink", "rmdir", "ftruncate", "pwrite", "flush", "close", "flock", "scandir"}
+
+
+def killed_at(call: int, work: Callable[[], object]) -> bool:
+    """Do ``work`` in a forked process that kills itself before its ``call``th call that changes what is on disk or
+    locked there, or lists it; whether it came so far."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
+        child = os.fork()
+    if child == 0:
+        left = call
+
+        def count(frame: object, event: str, function: Any) -> None:
+            nonlocal left
+            if event == "c_call" and function.__name__ in _CALLS and "BytesIO" not in function.__qualname__:
+                left -= 1
+                if left == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            sys.setprofile(count)
+            work()
+            sys.setprofile(None)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    return status == signal.SIGKILL

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-WIDTH = 5
-HIDDEN = 7
+WIDTH = int(os.environ.get("FSDP_C_TEST_WIDTH", "5"))  # 640: units above 1 MiB, which on a GPU lie in the pool's piece
+HIDDEN = WIDTH + 2
 
 
 class Block(nn.Module):

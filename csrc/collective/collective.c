@@ -9,7 +9,7 @@
 struct public_name {
     const char *name;
     PyObject *interned; /* owned */
-    PyObject *original; /* owned; NULL where this torch does not have the name */
+    PyObject *original; /* owned; NULL where this torch does not have the name, or it was replaced before fsdp_c came */
 };
 
 static struct public_name gather_names[] = {{"all_gather_single", NULL, NULL}, {"all_gather_into_tensor", NULL, NULL}};
@@ -21,13 +21,28 @@ static PyObject *public_functions; /* owned; the dict of torch.distributed */
 /* Owned for ever. Nobody asks for a handle to wait for later: so NCCL runs on the stream that is current, and keeps no tensor. */
 static PyObject *gather_options, *scatter_options, *reduce_options;
 
+/* Was the function defined where torch defines its collectives, or where it decorates them? */
+static bool is_torchs_own(PyObject *function) {
+    static const char *const modules[] = {"torch.distributed.distributed_c10d", "torch.distributed.c10d_logger"};
+    PyObject *globals = PyObject_GetAttrString(function, "__globals__");
+    PyObject *module = globals ? PyMapping_GetItemString(globals, "__name__") : NULL;
+    bool result = false;
+    for (size_t i = 0; module && PyUnicode_Check(module) && i < sizeof modules / sizeof *modules; i++)
+        result = result || PyUnicode_CompareWithASCIIString(module, modules[i]) == 0;
+    PyErr_Clear(); /* anything callable may stand there */
+    Py_XDECREF(globals);
+    Py_XDECREF(module);
+    return result;
+}
+
 static int names_find(struct public_name *names, size_t count) {
     for (size_t i = 0; i < count; i++) {
         if (!(names[i].interned = PyUnicode_InternFromString(names[i].name)))
             return -1;
-        names[i].original = Py_XNewRef(PyDict_GetItemWithError(public_functions, names[i].interned));
-        if (!names[i].original && PyErr_Occurred())
+        PyObject *function = PyDict_GetItemWithError(public_functions, names[i].interned);
+        if (!function && PyErr_Occurred())
             return -1;
+        names[i].original = function && is_torchs_own(function) ? Py_NewRef(function) : NULL;
     }
     return 0;
 }

@@ -201,7 +201,61 @@ int edits_take_over_params(struct edits *edits) {
     return 0;
 }
 
+int64_t edits_count_writes(const struct edits *edits) {
+    if (!edits->param->use_orig_params)
+        return torch_version(edits->param->tensor);
+    int64_t sum = 0;
+    for (int64_t i = 0; i < edits->param->num_params; i++) {
+        int64_t version = torch_version(PyList_GetItem(edits->param->params, i));
+        if (version < 0)
+            return -1;
+        sum += version;
+    }
+    return sum;
+}
+
 /* ---- views that stay between forward and backward ---- */
+
+/* Where the view is of a lower precision than the shard, what was not written keeps its bits. New reference. */
+static PyObject *written_part(const struct edits *edits, PyObject *part, PyObject *view) {
+    if (!edits->storage->copy->low_precision)
+        return Py_NewRef(view);
+    PyObject *own = PyObject_CallMethod(part, "to", "O", edits->param->device);
+    PyObject *cast = own ? PyObject_CallMethod(own, "to", "O", edits->storage->copy->dtype) : NULL;
+    PyObject *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
+    PyObject *wide = differs ? PyObject_CallMethod(view, "to", "O", edits->storage->orig_dtype) : NULL;
+    PyObject *result = wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL;
+    Py_XDECREF(own);
+    Py_XDECREF(cast);
+    Py_XDECREF(differs);
+    Py_XDECREF(wide);
+    return result;
+}
+
+static int take_over_view(struct edits *edits, int64_t param) {
+    const struct layout_shard_range *range = &edits->param->layout.shard_ranges[param];
+    if (!range->in_shard)
+        return 0;
+    PyObject *part = torch_part(edits->storage->local_shard, range->offset_in_shard, range->numel_in_shard);
+    PyObject *view = torch_part(edits->storage->copy->own_part, range->offset_in_shard, range->numel_in_shard);
+    PyObject *value = part && view ? written_part(edits, part, view) : NULL;
+    PyObject *copied = value ? PyObject_CallMethod(part, "copy_", "O", value) : NULL;
+    edits->copied = true;
+    Py_XDECREF(part);
+    Py_XDECREF(view);
+    Py_XDECREF(value);
+    Py_XDECREF(copied);
+    return copied ? 0 : -1;
+}
+
+int edits_take_over_views(struct edits *edits) {
+    for (int64_t i = 0; i < edits->param->num_params; i++) {
+        int written = storage_take_written(edits->storage, i);
+        if (written < 0 || (written && take_over_view(edits, i) < 0))
+            return -1;
+    }
+    return 0;
+}
 
 static int refuse_changed_view(struct edits *edits, const struct slot *slot) {
     PyObject *fqn = flat_param_fqn(edits->param, slot->param);

@@ -44,7 +44,9 @@ static inline bool edits_take_copied(struct edits *edits) {
 
 /* edits.c. 0 or -1 */
 int edits_take_over_params(struct edits *edits); /* sharded parameters go into the shard that they were shown from */
-int edits_check_unheld(struct edits *edits);     /* RuntimeError for data where this rank holds nothing */
+int edits_take_over_views(struct edits *edits);  /* so does what was written to the views of what is gathered */
+int64_t edits_count_writes(const struct edits *edits); /* in place to parameters, as far as they leave a trace; or -1 */
+int edits_check_unheld(struct edits *edits);           /* RuntimeError for data where this rank holds nothing */
 int edits_check_views(struct edits *edits); /* AssertionError for a view replaced while the storage stays unsharded */
 /* Where messages are wanted, a UserWarning that the user's value of a parameter, or of its gradient, is taken over (C-136). */
 int edits_warn_writeback(struct edits *edits, int64_t param, const char *what, PyObject *value);

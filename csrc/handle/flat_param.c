@@ -14,6 +14,34 @@ static int64_t *integers_from(PyObject *tuple) {
     return integers;
 }
 
+/* The elements that sizes and strides reach, from the first to the last; -1 where there are none or too many. */
+static int64_t extent_of(const struct param_shape *shape) {
+    int64_t last = 0, step;
+    for (int64_t dim = 0; dim < shape->ndim; dim++)
+        if (shape->sizes[dim] < 1 || shape->strides[dim] < 0 ||
+            __builtin_mul_overflow(shape->sizes[dim] - 1, shape->strides[dim], &step) ||
+            __builtin_add_overflow(last, step, &last))
+            return -1;
+    return last + 1;
+}
+
+/* Views are made of these numbers, and nobody looks at them again. */
+static int check_shape(const struct flat_param *param, int64_t index) {
+    const struct param_shape *shape = &param->param_shapes[index];
+    int64_t numel = 1, has = layout_param_numel(&param->layout, index);
+    bool fits = !shape->strides || (PyTuple_Size(PyTuple_GetItem(param->strides, index)) == shape->ndim &&
+                                    (!has || (extent_of(shape) > 0 && extent_of(shape) <= has)));
+    for (int64_t dim = 0; fits && dim < shape->ndim; dim++)
+        fits = shape->sizes[dim] >= 0 && !__builtin_mul_overflow(numel, shape->sizes[dim], &numel);
+    if (fits && numel == has)
+        return 0;
+    PyErr_Format(PyExc_ValueError,
+                 "rank %lld, unit %S: parameter %lld of shape %S and strides %S does not lie in its %lld elements",
+                 (long long)param->layout.rank, param->name, (long long)index, PyTuple_GetItem(param->shapes, index),
+                 PyTuple_GetItem(param->strides, index), (long long)has);
+    return -1;
+}
+
 static int init_shapes(struct flat_param *param) {
     param->param_shapes = PyMem_Calloc((size_t)param->num_params + 1, sizeof *param->param_shapes);
     if (!param->param_shapes)
@@ -28,8 +56,10 @@ static int init_shapes(struct flat_param *param) {
         shape->strides = strides == Py_None ? NULL : integers_from(strides);
         if (!shape->sizes || (strides != Py_None && !shape->strides))
             return tensor_check(STATUS_NO_MEMORY, "shapes of a unit");
+        if (PyErr_Occurred() || check_shape(param, i) < 0)
+            return -1;
     }
-    return PyErr_Occurred() ? -1 : 0;
+    return 0;
 }
 
 static int init_groups(struct flat_param *param, const struct handle_spec *spec) {

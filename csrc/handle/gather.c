@@ -57,6 +57,15 @@ void handle_free_unshard(struct handle *handle) {
     storage_free_unshard(&handle->storage);
 }
 
+int handle_unshard_outside_step(struct handle *handle) {
+    if (storage_alloc_outside_step(&handle->storage) == 0 && handle_unshard_enqueue(handle) == 0 &&
+        storage_unshard_wait(&handle->storage) == 0)
+        return 0;
+    if (handle->storage.param_state == PARAM_SHARDED)
+        handle_free_unshard(handle);
+    return -1;
+}
+
 int handle_alloc_unsharded(struct handle *handle) {
     if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
         return -1;

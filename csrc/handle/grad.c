@@ -18,17 +18,50 @@ static int clear_grad(PyObject *param) {
     return result;
 }
 
+static int is_zero(PyObject *tensor) {
+    PyObject *any = PyObject_CallMethod(tensor, "any", NULL);
+    int result = any ? PyObject_Not(any) : -1;
+    Py_XDECREF(any);
+    return result;
+}
+
+static int has_grad(PyObject *param) {
+    PyObject *grad = torch_get_grad(param);
+    Py_XDECREF(grad);
+    return grad ? grad != Py_None : -1;
+}
+
+/* Does the parameter show its part of the gradient? One that is frozen does if it did before, as no new one comes (parity 42). 1, 0
+ * or -1. */
+static int shows_grad(const struct gradients *gradients, int64_t index) {
+    PyObject *param = PyList_GetItem(gradients->param->params, index);
+    int requires_grad = torch_requires_grad(param);
+    if (requires_grad)
+        return requires_grad;
+    return gradients->hidden ? PyList_GetItem(gradients->hidden, index) != Py_None : has_grad(param);
+}
+
+/* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its gradient to look at. */
+static int shows_full_grad(const struct gradients *gradients, int64_t index, PyObject *view) {
+    int shows = shows_grad(gradients, index);
+    if (shows || gradients->hidden || !gradients->param->sharded ||
+        gradients->param->layout.shard_ranges[index].in_shard)
+        return shows;
+    int zero = is_zero(view);
+    return zero < 0 ? -1 : !zero;
+}
+
 /* The original parameters show full-shape gradients: NO_SHARD always, sharded strategies under no_sync. */
 static int show_unsharded_grads(struct gradients *gradients, PyObject *grad) {
     PyObject *views = flat_param_views(gradients->param, grad);
     int result = views ? 0 : -1;
     for (int64_t i = 0; !result && i < gradients->param->num_params; i++) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
-        int requires_grad = torch_requires_grad(param);
-        if (requires_grad > 0)
+        int shows = shows_full_grad(gradients, i, PyTuple_GetItem(views, i));
+        if (shows > 0)
             result = torch_set_foreign_grad(param, PyTuple_GetItem(views, i));
         else
-            result = requires_grad < 0 ? -1 : clear_grad(param);
+            result = shows < 0 ? -1 : clear_grad(param);
     }
     Py_XDECREF(views);
     return result;
@@ -109,15 +142,15 @@ static int show_sharded_grads(struct gradients *gradients, PyObject *grad) {
     int result = pieces ? 0 : -1;
     for (int64_t i = gradients->param->num_params - 1; !result && i >= 0; i--) {
         PyObject *param = PyList_GetItem(gradients->param->params, i);
-        int requires_grad = gradients->shard_pieces[i] < 0 ? 0 : torch_requires_grad(param);
-        if (requires_grad > 0) {
+        int shows = gradients->shard_pieces[i] < 0 ? 0 : shows_grad(gradients, i);
+        if (shows > 0) {
             PyObject *piece = PySequence_GetItem(pieces, gradients->shard_pieces[i]);
             result = piece ? torch_set_grad(param, piece) : -1;
             if (!result && !gradients->shown)
                 result = watch_part(gradients, piece, i);
             Py_XDECREF(piece);
         } else {
-            result = requires_grad < 0 ? -1 : clear_grad(param);
+            result = shows < 0 ? -1 : clear_grad(param);
         }
     }
     Py_XDECREF(pieces);
@@ -169,8 +202,7 @@ static int set_flat_grad(struct gradients *gradients, PyObject *grad) {
 
 /* flat_param.grad = what no_sync left, without the right padding */
 static int show_flat_unsharded(struct gradients *gradients) {
-    PyObject *grad =
-        PyObject_CallMethod(gradients->unsharded, "narrow", "iLL", 0, 0LL, (long long)gradients->param->layout.numel);
+    PyObject *grad = torch_part(gradients->unsharded, 0, gradients->param->layout.numel); /* of version 0 */
     int result = grad ? torch_set_foreign_grad(gradients->param->tensor, grad) : -1;
     Py_XDECREF(grad);
     return result;
@@ -203,13 +235,16 @@ static int show_reduced(struct gradients *gradients) {
 
 int gradients_hand_over(struct gradients *gradients) {
     gradients->in_backward = gradients->hooked = false;
-    Py_CLEAR(gradients->hidden);
     /* left when a backward has raised and is ended by hand: part of a gradient, which nobody will complete */
     Py_CLEAR(gradients->pending);
     Py_CLEAR(gradients->sum);
+    int result = 0;
     if (gradients->unsharded)
-        return show_no_sync(gradients); /* what was reduced before stays aside until the next reduction */
-    return gradients->saved_shard ? show_reduced(gradients) : 0;
+        result = show_no_sync(gradients); /* what was reduced before stays aside until the next reduction */
+    else if (gradients->saved_shard)
+        result = show_reduced(gradients);
+    Py_CLEAR(gradients->hidden);
+    return result;
 }
 
 int gradients_show_full_grad(struct gradients *gradients, PyObject *grad) {
@@ -307,6 +342,55 @@ static PyObject *upload(struct gradients *gradients, PyObject *grad) {
     return copy;
 }
 
+/* ---- zeroed ---- */
+
+static int zero(PyObject *tensor) {
+    PyObject *done = PyObject_CallMethod(tensor, "zero_", NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
+    const struct layout_shard_range *range = &gradients->param->layout.shard_ranges[index];
+    if (!gradients->saved_shard || !range->in_shard)
+        return 0;
+    PyObject *part = torch_part(gradients->saved_shard, range->offset_in_shard, range->numel_in_shard);
+    int result = part ? zero(part) : -1;
+    Py_XDECREF(part);
+    return result;
+}
+
+/* Have the values been written by anything but this library, since they are shown? 1, 0 or -1. */
+static int was_written(PyObject *grad) {
+    PyObject *version = PyObject_GetAttrString(grad, "_version");
+    int result = version ? PyObject_IsTrue(version) : -1;
+    Py_XDECREF(version);
+    return result;
+}
+
+static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_t index) {
+    int written = shown == Py_None ? 0 : was_written(shown);
+    if (written <= 0)
+        return written;
+    PyObject *part = gradients_part(gradients, gradients->unsharded, index);
+    int zeroed = part ? is_zero(part) : -1;
+    Py_XDECREF(part);
+    return zeroed > 0 ? gradients_forget_reduced(gradients, index) : zeroed;
+}
+
+/* What no_sync left is what the user sees, and what was reduced before is a part of the same gradient: where the one was zeroed in
+ * place, the other goes as well (parity 41). */
+static int forget_zeroed(struct gradients *gradients) {
+    const struct flat_param *param = gradients->param;
+    int result = 0;
+    for (int64_t i = 0; gradients->saved_shard && !result && i < param->num_params; i++) {
+        PyObject *shown = torch_get_grad(param->use_orig_params ? PyList_GetItem(param->params, i) : param->tensor);
+        result = shown ? forget_if_zeroed(gradients, shown, i) : -1;
+        Py_XDECREF(shown);
+    }
+    return result;
+}
+
 /* Nothing of earlier backwards is left. */
 static void forget(struct gradients *gradients) {
     gradients->unreduced = false;
@@ -326,7 +410,7 @@ static int take_flat_grad(struct gradients *gradients) {
     }
     if (gradients->kind == GRAD_UNSHARDED) {
         Py_DECREF(grad);
-        return 0;
+        return forget_zeroed(gradients);
     }
     if (gradients_set_kind(gradients, GRAD_NONE) < 0 || gradients_set_aside(gradients, grad) < 0) {
         Py_DECREF(grad);
@@ -365,8 +449,13 @@ int gradients_drop_shown(struct gradients *gradients) {
 }
 
 PyObject *gradients_zeros(struct gradients *gradients) {
-    PyObject *zeros = torch_zeros_like(gradients->storage->local_shard);
+    PyObject *left, *zeros;
+    if (torch_leave_inference_mode(&left) < 0)
+        return NULL;
+    zeros = torch_zeros_like(gradients->storage->local_shard);
     if (zeros && torch_set_foreign_grad(gradients->param->tensor, zeros) < 0)
+        Py_CLEAR(zeros);
+    if (torch_return_to_inference_mode(left) < 0)
         Py_CLEAR(zeros);
     return zeros;
 }

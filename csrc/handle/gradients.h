@@ -43,7 +43,9 @@ struct gradients {
     bool unreduced;       /* what no_sync left has not been reduced yet */
     bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
     PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
-    PyObject *hidden; /* owned; list: what parameters showed of earlier backwards, or None each; NULL outside of one */
+    PyObject
+        *hidden; /* owned; list: what parameters showed of earlier backwards, True where that has been packed, or None;
+                       * NULL outside of one */
     int64_t shown_param; /* of which parameter */
     PyObject *shown_end; /* owned; what it calls once that is gone */
 
@@ -132,6 +134,8 @@ int gradients_hide_unsharded(
 int gradients_follow(struct gradients *gradients);
 void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
 int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
+/* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
+int gradients_forget_reduced(struct gradients *gradients, int64_t index);
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);

@@ -78,6 +78,8 @@ int handle_pre_unshard(struct handle *handle);
 int handle_unshard_add(struct handle *handle, struct gather_batch *batch); /* or add it to one of several */
 int handle_unshard_enqueue(struct handle *handle); /* start the all-gather; a no-op unless SHARDED */
 void handle_free_unshard(struct handle *handle);   /* what a gather that failed has left; an exception stays set */
+/* All of it, in memory of the stream that is current and not of the pool, which a step would not find there. 0 or -1. */
+int handle_unshard_outside_step(struct handle *handle);
 int handle_alloc_unsharded(
     struct handle *handle); /* the storage alone, for a caller who gathers in steps; SHARDED stays */
 /* Unsharded parameters are of this precision from now on; what is gathered in another is freed. 0 or -1. */
@@ -122,6 +124,30 @@ static inline int handle_set_layer_calls(struct handle *handle, PyObject *calls)
     if (layer_calls_init(&handle->layer_calls, calls) < 0)
         return -1;
     return handle_shows_sharded(handle) ? layer_calls_place(&handle->layer_calls, false) : 0;
+}
+
+/* Do modules show the views between a forward and its backward (C-091)? */
+static inline bool handle_leaves_views(const struct handle *handle) {
+    const struct flat_param *param = &handle->param;
+    return param->use_orig_params && param->sharded && !flat_param_reshards_after_forward(param);
+}
+
+/* What the user has written in place to views that stayed after a forward (C-091) goes into the shard, before what is gathered goes.
+ * 0 or -1. */
+static inline int handle_take_over_views(struct handle *handle) {
+    bool in_backward = handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
+    bool stayed = !in_backward || handle_leaves_views(handle);
+    if (!stayed || !handle->param.sharded || handle->slots.shown != SHOWN_VIEWS ||
+        handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
+        return 0;
+    return edits_take_over_views(&handle->edits);
+}
+
+/* No backward comes for which views would stay. 0 or -1. */
+static inline int handle_hide_views(struct handle *handle) {
+    if (!handle->param.use_orig_params || handle->training_state != USE_IDLE || handle->slots.shown != SHOWN_VIEWS)
+        return 0;
+    return handle_take_over_views(handle) < 0 ? -1 : handle_show_sharded(handle);
 }
 
 static inline int handle_wrap_views(struct handle *handle) {

@@ -30,10 +30,6 @@ static void take_exception(char *message, size_t nbytes) {
     Py_XDECREF(traceback);
 }
 
-static int unshard_now(struct handle *handle) {
-    return handle_unshard_enqueue(handle) < 0 ? -1 : storage_unshard_wait(&handle->storage);
-}
-
 static int reshard_now(struct handle *handle) {
     return storage_reshard(&handle->storage, true);
 }
@@ -65,7 +61,7 @@ static void unshard(StableIValue *stack, uint64_t num_inputs, uint64_t num_outpu
     struct op_operand full;
     op_read_operand(&full, tensor);
     check_full("fsdp_c::unshard", handle, &full);
-    run("fsdp_c::unshard", handle, unshard_now);
+    run("fsdp_c::unshard", handle, handle_unshard_outside_step);
     op_read_operand(&full, tensor); /* the handle's own tensor has its storage now */
     const struct tensor_view *gathered = storage_full_view(&handle->storage);
     if (full.view.data != gathered->data)
@@ -150,11 +146,13 @@ static void segment_views(StableIValue *stack, uint64_t num_inputs, uint64_t num
     OP_OWNED flat = op_tensor(stack[0]);
     const struct handle *handle = find("fsdp_c::segment_views", op_int(stack[1]));
     StableListHandle views = NULL;
-    int64_t numel = 0, start = 0;
-    OP_CALL(torch_abi.aoti_torch_get_numel(flat, &numel));
+    struct op_operand whole;
+    int64_t start = 0;
+    op_read_operand(&whole, flat);
     OP_CALL(torch_abi.aoti_torch_get_storage_offset(flat, &start));
-    OP_CHECK(numel >= handle->param.layout.numel, "fsdp_c::segment_views: flat has %lld elements, the unit has %lld",
-             (long long)numel, (long long)handle->param.layout.numel);
+    OP_CHECK(whole.numel >= handle->param.layout.numel && whole.is_contiguous,
+             "fsdp_c::segment_views: flat must be contiguous and has %lld elements, the unit has %lld",
+             (long long)whole.numel, (long long)handle->param.layout.numel);
     OP_CALL(torch_abi.torch_new_list_reserve_size((size_t)handle->param.num_params, &views));
     for (int64_t i = 0; i < handle->param.num_params; i++) {
         AtenTensorHandle view =

@@ -20,35 +20,33 @@ static bool is_part_of(PyObject *grad, const struct tensor_view *whole) {
     return (uintptr_t)view.data - (uintptr_t)whole->data < nbytes;
 }
 
-static int hide_one(PyObject *param, const struct tensor_view *whole, PyObject *hidden) {
+static int hide_one(PyObject *param, const struct tensor_view *whole, PyObject *hidden, bool aside) {
     PyObject *grad = torch_get_grad(param);
     bool hides = grad && grad != Py_None && is_part_of(grad, whole);
-    int result = grad ? 0 : -1;
-    if (grad && hidden)
-        result = PyList_Append(hidden, hides ? grad : Py_None);
+    int result = grad ? PyList_Append(hidden, !hides ? Py_None : aside ? grad : Py_True) : -1;
     if (!result && hides)
         result = torch_set_grad(param, Py_None);
     Py_XDECREF(grad);
     return result;
 }
 
-static int hide_all(struct gradients *gradients, PyObject *grad, PyObject *hidden) {
+static int hide_all(struct gradients *gradients, PyObject *grad, bool aside) {
     struct tensor_view whole;
-    int result = tensor_view_of(grad, &whole);
+    if (!gradients->param->use_orig_params)
+        return 0;
+    ref_set(&gradients->hidden, PyList_New(0));
+    int result = gradients->hidden ? tensor_view_of(grad, &whole) : -1;
     for (int64_t i = 0; !result && i < gradients->param->num_params; i++)
-        result = hide_one(PyList_GetItem(gradients->param->params, i), &whole, hidden);
+        result = hide_one(PyList_GetItem(gradients->param->params, i), &whole, gradients->hidden, aside);
     return result;
 }
 
 int gradients_hide(struct gradients *gradients, PyObject *grad) {
-    return gradients->param->use_orig_params ? hide_all(gradients, grad, NULL) : 0;
+    return hide_all(gradients, grad, false);
 }
 
 int gradients_set_aside(struct gradients *gradients, PyObject *grad) {
-    if (!gradients->param->use_orig_params)
-        return 0;
-    ref_set(&gradients->hidden, PyList_New(0));
-    return gradients->hidden ? hide_all(gradients, grad, gradients->hidden) : -1;
+    return hide_all(gradients, grad, true);
 }
 
 int gradients_show_again(struct gradients *gradients) {
@@ -56,7 +54,7 @@ int gradients_show_again(struct gradients *gradients) {
     gradients->hidden = NULL;
     int result = 0;
     for (Py_ssize_t i = 0; hidden && !result && i < PyList_Size(hidden); i++)
-        if (PyList_GetItem(hidden, i) != Py_None)
+        if (torch_is_tensor(PyList_GetItem(hidden, i)))
             result = torch_set_foreign_grad(PyList_GetItem(gradients->param->params, i), PyList_GetItem(hidden, i));
     Py_XDECREF(hidden);
     return result;

@@ -33,15 +33,7 @@ int handle_publish(struct handle *handle) {
     return published_storage(&handle->published, &handle->storage);
 }
 
-/* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
-int handle_follow_flat_param(struct handle *handle) {
-    struct tensor_view view;
-    if (!handle->ready)
-        return handle_lazy_init(handle);
-    if (tensor_view_of(handle->param.tensor, &view) < 0)
-        return -1;
-    if (storage_is_current(&handle->storage, &view))
-        return 0;
+static int follow_other_data(struct handle *handle) {
     edits_note_copied(&handle->edits);
     if (!handle->param.use_orig_params && slots_show_nothing(&handle->slots) < 0)
         return -1;
@@ -50,8 +42,26 @@ int handle_follow_flat_param(struct handle *handle) {
     return handle->param.use_orig_params ? 0 : handle_show_views(handle);
 }
 
+/* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
+int handle_follow_flat_param(struct handle *handle) {
+    struct tensor_view view;
+    PyObject *left;
+    if (!handle->ready)
+        return handle_lazy_init(handle);
+    if (tensor_view_of(handle->param.tensor, &view) < 0)
+        return -1;
+    if (storage_is_current(&handle->storage, &view))
+        return 0;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    int result = follow_other_data(handle);
+    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+}
+
 int handle_writeback(struct handle *handle) {
-    return handle_follow_flat_param(handle) < 0 ? -1 : edits_take_over_params(&handle->edits);
+    if (handle_follow_flat_param(handle) < 0 || handle_take_over_views(handle) < 0)
+        return -1;
+    return edits_take_over_params(&handle->edits);
 }
 
 /* ---- a flat parameter that moves ---- */
@@ -72,6 +82,8 @@ int handle_leave(struct handle *handle) {
         return -1;
     if (handle->storage.param_state == PARAM_SHARDED)
         return 0;
+    if (handle_take_over_views(handle) < 0)
+        return -1;
     return storage_reshard(&handle->storage, true) < 0 ? -1 : handle_show_sharded(handle);
 }
 

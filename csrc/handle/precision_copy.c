@@ -76,6 +76,8 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     copy->full_data = torch_part(full, 0, storage->param->layout.numel);
     copy->own_part = own_part(storage, full);
     copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
+    if (copy->views && !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
+        return tensor_check(STATUS_NO_MEMORY, "views of a unit");
     if (!copy->views || storage_init_node_part(storage, copy) < 0 || (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
@@ -89,6 +91,8 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->dtype);
     Py_CLEAR(copy->reduce_dtype);
     Py_CLEAR(copy->views);
+    PyMem_Free(copy->view_versions);
+    copy->view_versions = NULL;
     Py_CLEAR(copy->full_data);
     buffer_fini(&copy->full);
     Py_CLEAR(copy->own_part);
@@ -123,7 +127,13 @@ void storage_fini_copies(struct storage *storage) {
 
 int storage_make_copy(struct storage *storage, enum precision precision) {
     struct precision_copy *copy = &storage->copies[precision];
-    return copy->views ? 0 : copy_init(storage, copy);
+    PyObject *left;
+    if (copy->views)
+        return 0;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    int result = copy_init(storage, copy);
+    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
 }
 
 int storage_use_copy(struct storage *storage, enum precision precision) {
@@ -150,6 +160,15 @@ int storage_init_copies(struct storage *storage) {
     }
     storage->orig_kind = storage->local_view.dtype;
     return storage_use_copy(storage, PRECISION_COMPUTE) < 0 ? -1 : storage_use_copy(storage, precision);
+}
+
+int storage_take_written(const struct storage *storage, int64_t param) {
+    int64_t *seen = &storage->copy->view_versions[param];
+    int64_t version = torch_version(PyTuple_GetItem(storage->copy->views, param));
+    if (version < 0 || version == *seen)
+        return version < 0 ? -1 : 0;
+    *seen = version;
+    return 1;
 }
 
 bool storage_has_mixed_precision(const struct storage *storage) {

@@ -51,6 +51,7 @@ struct precision_copy {
         low_precision_shard; /* only with low_precision and sharded: its memory is own_part's, this is never allocated */
     PyObject *full_data;     /* owned; full without right padding */
     PyObject *views;         /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
+    int64_t *view_versions;  /* owned array; theirs, when they were last asked for */
     /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
     struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
 };
@@ -133,6 +134,9 @@ int storage_fix_reduce_dtype(struct storage *storage,
 void storage_fini_copies(struct storage *storage);
 bool storage_has_mixed_precision(const struct storage *storage);
 
+/* Has the user written in place to what stands for a parameter in full, since this was last asked? 1, 0 or -1. */
+int storage_take_written(const struct storage *storage, int64_t param);
+
 static inline enum precision storage_precision(const struct storage *storage) {
     return (enum precision)(storage->copy - storage->copies);
 }
@@ -173,7 +177,8 @@ int storage_reshard(struct storage *storage, bool free_storage);
 void storage_free_unshard(struct storage *storage); /* what a gather that failed has left; an exception stays set */
 /* Does an all-gather read what storage_make_input makes, and not the shard itself? */
 bool storage_makes_input(const struct storage *storage);
-int storage_alloc_unsharded(struct storage *storage); /* alone, for a caller who gathers in steps; SHARDED stays */
+int storage_alloc_unsharded(struct storage *storage);    /* alone, for a caller who gathers in steps; SHARDED stays */
+int storage_alloc_outside_step(struct storage *storage); /* not of the pool, which belongs to the streams of a step */
 /* Take the memory that gathering will take, so that the pool holds it when it is given back. No state changes. 0 or -1. */
 int storage_reserve(struct storage *storage);
 int storage_release_reserved(struct storage *storage);

@@ -41,16 +41,16 @@ static int leave_full_precision(struct handle *handle) {
     return result;
 }
 
-/* The full-precision flat parameter, right padding included, new reference; gathered unless it is there. A low-precision copy
- * that is still gathered is freed: it would be stale after a writeback. */
+/* The full-precision flat parameter, right padding included, new reference; gathered anew where a forward has left it gathered, as the
+ * shard may have changed since. A low-precision copy that is still gathered is freed: it would be stale after a writeback. */
 static PyObject *gather(struct handle *handle) {
     handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
     if (!handle->param.sharded)
         return Py_NewRef(handle->storage.local_shard);
     int result =
         handle->storage.copies[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
-    if (result < 0 || storage_forget_node_part(&handle->storage) < 0 || handle_unshard_enqueue(handle) < 0 ||
-        storage_unshard_wait(&handle->storage) < 0) {
+    if (result < 0 || storage_reshard(&handle->storage, true) < 0 || storage_forget_node_part(&handle->storage) < 0 ||
+        handle_unshard_outside_step(handle) < 0) {
         leave_full_precision(handle);
         return NULL;
     }
@@ -184,14 +184,17 @@ int handle_summon_exit(struct handle *handle) {
 
 /* ---- gradients ---- */
 
-/* On how many ranks of the group is the gradient missing? -1 on error. Collective. */
+/* On how many ranks of the group is the gradient missing? -1 on error. Collective. Counted in integers: bfloat16 has none between
+ * 256 and 258. */
 static int64_t count_missing(struct handle *handle, bool missing) {
-    PyObject *flag = PyObject_CallMethod(handle->storage.shard_like.tensor, "new_full", "(i)d", 1, missing ? 1.0 : 0.0);
-    PyObject *work = flag ? collective_all_reduce(&handle->param.shard_group, flag) : NULL;
-    PyObject *count = work && collective_wait(work) == 0 ? PyObject_CallMethod(flag, "item", NULL) : NULL;
-    int64_t result = count ? (int64_t)PyFloat_AsDouble(count) : -1;
-    Py_XDECREF(flag);
+    PyObject *count = torch_empty(1, torch_names.int32, handle->param.device);
+    PyObject *flag = count ? PyObject_CallMethod(count, "fill_", "i", (int)missing) : NULL;
+    PyObject *work = flag ? collective_all_reduce(&handle->param.shard_group, count) : NULL;
+    PyObject *sum = work && collective_wait(work) == 0 ? PyObject_CallMethod(count, "item", NULL) : NULL;
+    int64_t result = sum ? PyLong_AsLongLong(sum) : -1;
     Py_XDECREF(count);
+    Py_XDECREF(flag);
+    Py_XDECREF(sum);
     return result;
 }
 

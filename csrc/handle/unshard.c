@@ -25,6 +25,15 @@ static int alloc_full(struct storage *storage) {
     return buffer_alloc(full);
 }
 
+int storage_alloc_outside_step(struct storage *storage) {
+    struct buffer *full = &storage->copy->full;
+    if (storage->copy->is_local || storage->param_state != PARAM_SHARDED)
+        return 0;
+    if (storage->full_free && deferred_free_take_back(storage->full_free, full) < 0)
+        return -1;
+    return buffer_alloc(full);
+}
+
 int storage_reserve(struct storage *storage) {
     return storage->copy->is_local || storage->param_state != PARAM_SHARDED ? 0 : alloc_full(storage);
 }

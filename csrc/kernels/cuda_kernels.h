@@ -19,9 +19,6 @@ enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, con
 enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
                              const struct kernel_stream *stream);
 enum status cuda_fill(void *output, enum dtype dtype, int64_t numel, double value, const struct kernel_stream *stream);
-enum status cuda_norms(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                       double p, void *scratch, const struct kernel_stream *stream);
-int64_t cuda_norms_scratch_nbytes(const int64_t *numels, int64_t num_tensors);
 enum status cuda_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                        const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream);
 enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,

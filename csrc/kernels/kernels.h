@@ -51,8 +51,6 @@ typedef void (*kernel_body)(int64_t begin, int64_t end, void *context);
 struct kernel_stream {
     void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context);
     void *cuda_stream;    /* cudaStream_t; NULL on CPU and for CUDA's default stream */
-    int vector_nbytes;    /* width of torch's own CPU reductions, whose order of addition norms follow; 0: not known */
-    bool fused_tail;      /* torch's build fuses the products of a reduction's last elements into their sum */
     int32_t device_index; /* of cuda_stream */
 };
 
@@ -96,12 +94,6 @@ enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy
 /* output[0..numel) = value, for padding. */
 enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
                         const struct kernel_stream *stream);
-
-/* norms[i] = the p-norm of contiguous tensor i in fp32 (fp64 for fp64 tensors), 0 < p <= infinity. `norms` is an array of
- * that arithmetic type, one per call. For p of 2 and infinity bit for bit what torch.linalg.vector_norm(tensor, p, dtype=fp32)
- * gives; for others in an order that no number of threads changes, and more exactly than torch. */
-enum status kernel_norms(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                         double p, const struct kernel_stream *stream);
 
 /* tensor *= coefficient, rounded to each tensor's dtype as torch's `mul_` by a 0-dim tensor of that dtype does. */
 enum status kernel_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,

@@ -26,13 +26,6 @@ struct loops {
     /* tensor *= factor; whether an element was inf or NaN before */
     bool (*unscale[DTYPE_COUNT])(void *tensor, int64_t numel, double factor);
 
-    /* Norms: add squares to the lanes of one tensor, and of four at once. Of the arithmetic dtypes alone: the largest
-     * magnitude, and the sum of magnitudes to a whole power of at least 1. */
-    void (*squares[DTYPE_COUNT])(void *lanes, const void *input, int64_t numel);
-    void (*squares_of_four[DTYPE_COUNT])(void *const lanes[4], const void *const inputs[4], int64_t numel);
-    void (*largest[2])(void *largest, const void *input, int64_t numel);
-    double (*sum[2])(const void *input, int64_t numel, int64_t power);
-
     /* By enum adam_operand, all of one dtype; the last NULL without amsgrad. */
     void (*adamw[DTYPE_COUNT])(void *const operands[], int64_t numel, const struct adam_numbers *numbers);
 

@@ -12,7 +12,6 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,bmi,bmi2")
 #endif
 #include "kernels/convert.h"
-#include "kernels/squares.h"
 
 enum { FLOATS = 16, WORDS = 8 };
 typedef __m512 floats;
@@ -83,15 +82,6 @@ static inline floats floats_larger(floats a, floats b) {
 }
 
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
-
-static inline void square_load_bfloat16(square_floats *values, const bfloat16 *input) {
-    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)input));
-    *values = (square_floats)_mm256_slli_epi32(bits, 16);
-}
-
-static inline void square_load_float16(square_floats *values, const float16 *input) {
-    *values = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)input));
-}
 
 static inline words words_of(uint64_t value) {
     return (words)_mm512_set1_epi64((long long)value);

@@ -199,108 +199,6 @@ static bool double_unscale(void *tensor, int64_t numel, double factor) {
     return found != 0;
 }
 
-/* ---- norms ---- */
-
-/* The width that sums of magnitudes are made with, whatever the processor's vectors; that of squares is in squares.h. */
-enum { SUM_NBYTES = 32, SUMS_AT_ONCE = 4 };
-
-/* squares: adds to each tensor's lanes, several tensors in turn because each sum waits for the one before. largest: of the
- * magnitudes as integers, whose order is that of the numbers with NaN above infinity. sum: of magnitudes of whole powers, lane
- * by lane, then the lanes and the rest in fp64. */
-#define DEFINE_SQUARES(type, vector)                                                                                   \
-    static inline void type##_add_squared(vector *sums, const void *input, int64_t i) {                                \
-        vector values;                                                                                                 \
-        square_load_##type(&values, (const type *)input + i);                                                          \
-        *sums += values * values;                                                                                      \
-    }                                                                                                                  \
-    static void type##_squares(void *lanes, const void *input, int64_t numel) {                                        \
-        vector sums;                                                                                                   \
-        memcpy(&sums, lanes, sizeof sums);                                                                             \
-        for (int64_t i = 0; i < numel; i += (int64_t)(sizeof sums / sizeof sums[0])) {                                 \
-            type##_add_squared(&sums, input, i);                                                                       \
-        }                                                                                                              \
-        memcpy(lanes, &sums, sizeof sums);                                                                             \
-    }                                                                                                                  \
-    static void type##_squares_of_four(void *const lanes[4], const void *const inputs[4], int64_t numel) {             \
-        vector a, b, c, d;                                                                                             \
-        memcpy(&a, lanes[0], sizeof a);                                                                                \
-        memcpy(&b, lanes[1], sizeof b);                                                                                \
-        memcpy(&c, lanes[2], sizeof c);                                                                                \
-        memcpy(&d, lanes[3], sizeof d);                                                                                \
-        for (int64_t i = 0; i < numel; i += (int64_t)(sizeof a / sizeof a[0])) {                                       \
-            type##_add_squared(&a, inputs[0], i);                                                                      \
-            type##_add_squared(&b, inputs[1], i);                                                                      \
-            type##_add_squared(&c, inputs[2], i);                                                                      \
-            type##_add_squared(&d, inputs[3], i);                                                                      \
-        }                                                                                                              \
-        memcpy(lanes[0], &a, sizeof a);                                                                                \
-        memcpy(lanes[1], &b, sizeof b);                                                                                \
-        memcpy(lanes[2], &c, sizeof c);                                                                                \
-        memcpy(lanes[3], &d, sizeof d);                                                                                \
-    }
-DEFINE_SQUARES(float, square_floats)
-DEFINE_SQUARES(bfloat16, square_floats)
-DEFINE_SQUARES(float16, square_floats)
-DEFINE_SQUARES(double, square_doubles)
-
-#define DEFINE_NORM(type, integer, magnitude_mask)                                                                     \
-    static void type##_largest(void *largest, const void *input, int64_t numel) {                                      \
-        integer bits;                                                                                                  \
-        memcpy(&bits, largest, sizeof bits);                                                                           \
-        for (int64_t i = 0; i < numel; i++) {                                                                          \
-            integer value;                                                                                             \
-            memcpy(&value, (const type *)input + i, sizeof value);                                                     \
-            value &= magnitude_mask;                                                                                   \
-            bits = value > bits ? value : bits;                                                                        \
-        }                                                                                                              \
-        memcpy(largest, &bits, sizeof bits);                                                                           \
-    }                                                                                                                  \
-    typedef type type##_sum_vector __attribute__((vector_size(SUM_NBYTES)));                                           \
-    typedef integer type##_sum_bits __attribute__((vector_size(SUM_NBYTES)));                                          \
-    static inline __attribute__((always_inline)) double type##_sum_of(const type *input, int64_t numel,                \
-                                                                      int64_t power) {                                 \
-        const int64_t num_lanes = SUM_NBYTES / sizeof(type);                                                           \
-        type##_sum_vector sums[SUMS_AT_ONCE] = {{0}};                                                                  \
-        double sum = 0;                                                                                                \
-        int64_t i = 0;                                                                                                 \
-        for (; i + SUMS_AT_ONCE * num_lanes <= numel; i += SUMS_AT_ONCE * num_lanes) {                                 \
-            PREFETCH(input + i + AHEAD_NUMEL, 0);                                                                      \
-            for (int part = 0; part < SUMS_AT_ONCE; part++) {                                                          \
-                type##_sum_vector values;                                                                              \
-                memcpy(&values, input + i + part * num_lanes, sizeof values);                                          \
-                type##_sum_vector products = values;                                                                   \
-                for (int64_t factor = 1; factor < power; factor++) {                                                   \
-                    products *= values;                                                                                \
-                }                                                                                                      \
-                sums[part] += (type##_sum_vector)((type##_sum_bits)products & magnitude_mask);                         \
-            }                                                                                                          \
-        }                                                                                                              \
-        sums[0] = (sums[0] + sums[1]) + (sums[2] + sums[3]);                                                           \
-        for (int64_t lane = 0; lane < num_lanes; lane++) {                                                             \
-            sum += (double)sums[0][lane];                                                                              \
-        }                                                                                                              \
-        for (; i < numel; i++) {                                                                                       \
-            type product = input[i];                                                                                   \
-            for (int64_t factor = 1; factor < power; factor++) {                                                       \
-                product *= input[i];                                                                                   \
-            }                                                                                                          \
-            sum += fabs((double)product);                                                                              \
-        }                                                                                                              \
-        return sum;                                                                                                    \
-    }                                                                                                                  \
-    static double type##_sum(const void *input, int64_t numel, int64_t power) {                                        \
-        switch (power) {                                                                                               \
-        case 1:                                                                                                        \
-            return type##_sum_of(input, numel, 1);                                                                     \
-        case 3:                                                                                                        \
-            return type##_sum_of(input, numel, 3);                                                                     \
-        default:                                                                                                       \
-            return type##_sum_of(input, numel, power);                                                                 \
-        }                                                                                                              \
-    }
-DEFINE_NORM(float, uint32_t, 0x7fffffffu)
-DEFINE_NORM(double, uint64_t, 0x7fffffffffffffffu)
-
 /* ---- AdamW ---- */
 
 /* Element `i` of every operand, or a vector from there on: `type` and the verbs after it say which. See [Note: as torch's]. */
@@ -439,11 +337,6 @@ const struct loops LOOPS_TABLE = {
     .add_divided = OF_PAIRS(add_divided),
     .add_multiplied = OF_PAIRS(add_multiplied),
     .unscale = {float_unscale, double_unscale, bfloat16_unscale, float16_unscale},
-    .squares = {float_squares, double_squares, bfloat16_squares, float16_squares},
-    .squares_of_four = {float_squares_of_four, double_squares_of_four, bfloat16_squares_of_four,
-                        float16_squares_of_four},
-    .largest = {float_largest, double_largest},
-    .sum = {float_sum, double_sum},
     .adamw = {float_adamw, double_adamw, bfloat16_adamw, float16_adamw},
     .checksum = checksum,
 };

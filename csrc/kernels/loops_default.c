@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "kernels/convert.h"
-#include "kernels/squares.h"
 
 enum { FLOATS = 4, WORDS = 2 };
 typedef float floats __attribute__((vector_size(16)));
@@ -137,14 +136,6 @@ static inline floats floats_larger(floats a, floats b) {
 }
 
 #define PREFETCH(address, for_writing) __builtin_prefetch(address, for_writing)
-
-#define DEFINE_SQUARE_LOAD(type)                                                                                       \
-    static inline void square_load_##type(square_floats *values, const type *input) {                                  \
-        floats halves[2] = {floats_load_##type(input), floats_load_##type(input + FLOATS)};                            \
-        memcpy(values, halves, sizeof *values);                                                                        \
-    }
-DEFINE_SQUARE_LOAD(bfloat16)
-DEFINE_SQUARE_LOAD(float16)
 
 static inline words words_of(uint64_t value) {
     return (words){value, value};

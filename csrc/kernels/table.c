@@ -1,18 +1,6 @@
 /* The table of the CPU's kernels. */
 #include "kernels/table.h"
 
-static enum status norms(void *output, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                         double p, void *scratch, const struct kernel_stream *stream) {
-    (void)scratch;
-    return kernel_norms(output, tensors, numels, num_tensors, p, stream);
-}
-
-static int64_t norms_scratch_nbytes(const int64_t *numels, int64_t num_tensors) {
-    (void)numels;
-    (void)num_tensors;
-    return 0;
-}
-
 static enum status scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream) {
     double value = 1.0;
@@ -32,8 +20,6 @@ const struct kernel_table cpu_kernels = {
     .accumulate = kernel_accumulate,
     .copy_ranges = kernel_copy_ranges,
     .fill = kernel_fill,
-    .norms = norms,
-    .norms_scratch_nbytes = norms_scratch_nbytes,
     .scale = scale,
     .unscale = kernel_unscale,
     .checksums = kernel_checksums,
@@ -74,12 +60,6 @@ static enum status no_fill(void *output, enum dtype dtype, int64_t numel, double
     return STATUS_OK;
 }
 
-static enum status no_norms(void *output, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                            double p, void *scratch, const struct kernel_stream *stream) {
-    (void)output, (void)tensors, (void)numels, (void)num_tensors, (void)p, (void)scratch, (void)stream;
-    return STATUS_OK;
-}
-
 static enum status no_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                             const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream) {
     (void)tensors, (void)numels, (void)num_tensors, (void)coefficient, (void)coefficient_dtype, (void)stream;
@@ -112,8 +92,6 @@ const struct kernel_table no_kernels = {
     .accumulate = no_cast_divide,
     .copy_ranges = no_copy_ranges,
     .fill = no_fill,
-    .norms = no_norms,
-    .norms_scratch_nbytes = norms_scratch_nbytes,
     .scale = no_scale,
     .unscale = no_unscale,
     .checksums = no_checksums,

@@ -7,7 +7,7 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 2 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 3 }; /* a library of another version is not loaded */
 
 struct kernel_table {
     int32_t version;
@@ -24,10 +24,6 @@ struct kernel_table {
                                const struct kernel_stream *stream);
     enum status (*fill)(void *output, enum dtype dtype, int64_t numel, double value,
                         const struct kernel_stream *stream);
-    /* As kernel_norms. `scratch` is memory of the device, norms_scratch_nbytes() of it, which the kernel may overwrite. */
-    enum status (*norms)(void *norms, const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                         double p, void *scratch, const struct kernel_stream *stream);
-    int64_t (*norms_scratch_nbytes)(const int64_t *numels, int64_t num_tensors); /* 0: none is needed */
     /* As kernel_scale, the coefficient being one element of the device's memory: the host does not wait for its value. */
     enum status (*scale)(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream);

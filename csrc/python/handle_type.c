@@ -202,6 +202,10 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
     return none_or_error(storage_unshard_wait(&handle->storage));
 }
 
+static PyObject *hide_views(PyObject *self, PyObject *unused) {
+    return none_or_error(handle_hide_views(inside(self)));
+}
+
 /* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for others. */
 static PyObject *only_argument(PyObject *args, PyObject *kwargs, const char *name) {
     char *names[] = {(char *)name, NULL};
@@ -292,6 +296,7 @@ static PyMethodDef methods[] = {
     {"collect_user_grads", collect_user_grads, METH_NOARGS, NULL},
     {"writeback", writeback, METH_NOARGS, NULL},
     {"publish", publish, METH_NOARGS, NULL},
+    {"hide_views", hide_views, METH_NOARGS, NULL},
     {"flat_param_to", (PyCFunction)(void (*)(void))flat_param_to, METH_VARARGS | METH_KEYWORDS,
      "flat_param_to($self, *args, **kwargs)\n--\n\n"},
     {"unshard", unshard, METH_NOARGS, "unshard($self)\n--\n\n"},

@@ -94,8 +94,10 @@ static PyObject *open_flight_recorder(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "O&LL", PyUnicode_FSConverter, &path, &rank, &world_size))
         return NULL;
     int result = flight_recorder_open(PyBytes_AsString(path), rank, world_size);
+    PyObject *done =
+        result < 0 ? PyErr_SetFromErrnoWithFilename(PyExc_OSError, PyBytes_AsString(path)) : Py_NewRef(Py_None);
     Py_DECREF(path);
-    return result < 0 ? PyErr_SetFromErrno(PyExc_OSError) : Py_NewRef(Py_None);
+    return done;
 }
 
 static PyObject *decoded(const char *text) {
@@ -113,7 +115,7 @@ static PyObject *read_flight_recorder(PyObject *self, PyObject *argument) {
     if (result < 0)
         return PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, argument);
     if (result > 0)
-        return PyErr_Format(PyExc_ValueError, "%S is no flight record", argument);
+        return PyErr_Format(PyExc_ValueError, "%S is no flight record, or a damaged one", argument);
     return Py_BuildValue("(LLLKKNNN)", (long long)page.rank, (long long)page.world_size, (long long)page.pid,
                          (unsigned long long)page.step, (unsigned long long)(flight_recorder_place(&page) >> 32),
                          decoded(name), PyBool_FromLong(page.failed != 0), decoded(page.host));

@@ -150,6 +150,15 @@ static PyObject *get_units(PyObject *self, void *unused) {
     return units ? Py_NewRef(units) : PyTuple_New(0);
 }
 
+static PyObject *get_handles_with_views(PyObject *self, void *unused) {
+    const struct runtime *runtime = inside(self);
+    PyObject *handles = PyList_New(0);
+    for (int64_t i = 0; handles && i < runtime->num_units && !runtime->callback_queued; i++)
+        if (unit_shows_views(runtime->units[i]) && PyList_Append(handles, runtime->units[i]->handle_object) < 0)
+            Py_CLEAR(handles);
+    return handles;
+}
+
 static PyObject *get_backward_limit(PyObject *self, void *unused) {
     return PyLong_FromLongLong(inside(self)->order.backward_prefetch_limit);
 }
@@ -198,6 +207,7 @@ static PyMemberDef members[] = {
 static PyGetSetDef attributes[] = {
     {"_backward_prefetch_limit", get_backward_limit, set_backward_limit, NULL, NULL},
     {"_forward_prefetch_limit", get_forward_limit, set_forward_limit, NULL, NULL},
+    {"handles_with_views", get_handles_with_views, NULL, NULL, NULL},
     {"units", get_units, NULL, NULL, NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

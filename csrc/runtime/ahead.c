@@ -81,7 +81,20 @@ int unit_prefetch(struct unit *unit, enum training_state state) {
 
 int unit_begin_step_alone(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    return runtime->units[0]->phase == PHASE_IDLE ? schedule_begin_step(&runtime->schedule) : 0;
+    if (runtime->units[0]->phase != PHASE_IDLE)
+        return 0;
+    return runtime_check_kept(runtime) < 0 ? -1 : schedule_begin_step(&runtime->schedule);
+}
+
+/* What the last forward has left may be stale for the next one. */
+static int gather_for_next(struct unit *unit) {
+    int64_t num_forwards = unit->runtime->num_in_forward ? unit->runtime->num_forwards : 0;
+    if (!num_forwards && unit->gathered_for != FOR_NEXT_FORWARD)
+        unit->gathered_for = 0;
+    if (unit_give_back_stale(unit) < 0 || unit_gather(unit) < 0)
+        return -1;
+    unit->gathered_for = num_forwards ? num_forwards : FOR_NEXT_FORWARD;
+    return 0;
 }
 
 int unit_unshard(struct unit *unit) {
@@ -96,9 +109,8 @@ int unit_unshard(struct unit *unit) {
         return -1;
     }
     if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
-        unit_gather(unit) < 0)
+        gather_for_next(unit) < 0)
         return -1;
-    unit_set_prefetched(unit, true);
     FOR_PARTS(part, unit)
         if (handle_show_views(part->handle) < 0)
             return -1;

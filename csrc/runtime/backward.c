@@ -38,7 +38,7 @@ static int pre_backward(struct unit *unit) {
         return -1;
     if (unit_set_phase(unit, PHASE_IN_STEP) < 0)
         return -1;
-    if (prepare(unit) < 0)
+    if (unit_begin_backward(unit) < 0 || prepare(unit) < 0)
         return -1;
     unit->ran_pre_backward = true;
     unit->left_out = false;
@@ -136,6 +136,18 @@ static int post_backward(struct unit *unit) {
     return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
 }
 
+/* The rest comes later in this backward, which reads the parameters until then. */
+static int add_up(struct unit *unit) {
+    FOR_PARTS(part, unit) {
+        struct gradients *gradients = &part->handle->gradients;
+        if (!gradients_have_new(gradients))
+            continue;
+        if (gradients_call_param_hooks(gradients) < 0 || gradients_accumulate_unsharded(gradients) < 0)
+            return -1;
+    }
+    return 0;
+}
+
 /* Helps to find out which hooks do not run, under some ways of checkpointing (D-065). */
 static int log_post_backward(const struct unit *unit) {
     PyObject *module = PyWeakref_GetObject(unit->module_ref);
@@ -151,9 +163,12 @@ int unit_post_backward(struct unit *unit) {
     struct trace trace = trace_begin(TRACED_POST_BACKWARD, unit->recorder_index);
     torch_set_grad_enabled(false);
     int result = unit->handle->param.verbose ? log_post_backward(unit) : 0;
-    if (!result && unit->optional.reached)
+    int awaits = result ? -1 : unit_awaits_gradients(unit);
+    if (awaits)
+        result = awaits < 0 ? -1 : add_up(unit);
+    else if (unit->optional.reached)
         result = runtime_reduce_optional(unit);
-    if (!result)
+    if (!result && !awaits)
         result = post_backward(unit);
     torch_set_grad_enabled(enabled);
     trace_end(trace);

@@ -20,7 +20,7 @@ static int backward_raised(void *target, const void *hook) {
 int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime->callback_queued)
         return 0;
-    if (runtime_collect_user_grads(runtime) < 0)
+    if (runtime_collect_user_grads(runtime) < 0 || schedule_begin_backward(&runtime->schedule) < 0)
         return -1;
     PyObject *hook = hook_new(final_callback, runtime, runtime->object);
     if (hook)
@@ -30,6 +30,9 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     Py_XDECREF(hook);
     Py_XDECREF(done);
     if (!done)
+        return -1;
+    runtime->graph_task = torch_graph_task();
+    if (runtime->graph_task == -2)
         return -1;
     runtime->callback_queued = true;
     runtime->graph_goes_on = runtime->num_in_forward && torch_grad_enabled();
@@ -91,6 +94,8 @@ static int end_backward(struct runtime *runtime) {
     if (result < 0)
         return -1;
     if (!runtime->num_in_forward) {
+        if (runtime_note_kept(runtime) < 0)
+            return -1;
         order_next_iteration(&runtime->order);
         trace_end_step();
     }

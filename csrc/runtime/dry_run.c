@@ -328,7 +328,10 @@ static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
     for (int64_t i = 0; i < run->runtime.num_units; i++)
         unit_set_sync_gradients(run->units[i], sync_gradients);
     run->requires_grad = run->tree->inputs_require_grad;
-    if (begin_list(run, lists) < 0 || forward(run->actors) < 0 || begin_list(run, lists) < 0)
+    runtime_enter_forward(&run->runtime);
+    int result = begin_list(run, lists) < 0 ? -1 : forward(run->actors);
+    runtime_leave_forward(&run->runtime);
+    if (result < 0 || begin_list(run, lists) < 0)
         return -1;
     if (run->requires_grad && backward(run->actors, false) < 0)
         return -1;

@@ -3,7 +3,9 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -16,6 +18,12 @@ enum { RECORDER_NBYTES = RECORDER_HEADER_NBYTES + RECORDER_CAPACITY * RECORDER_N
 
 static char *name_of(struct recorder_page *page, int64_t unit) {
     return (char *)page + RECORDER_HEADER_NBYTES + unit * RECORDER_NAME_NBYTES;
+}
+
+static uint64_t magic_number(void) {
+    uint64_t number;
+    memcpy(&number, MAGIC, sizeof number);
+    return number;
 }
 
 /* ---- SIGUSR1: nothing here but what a signal handler may call ---- */
@@ -87,10 +95,11 @@ static int dump_on_signal(void) {
 /* ---- the file ---- */
 
 static struct recorder_page *map_file(int descriptor) {
-    if (ftruncate(descriptor, RECORDER_NBYTES) < 0)
-        return NULL;
-    /* the header's block is there from now on: a full disk must not become a SIGBUS in a step */
-    int failure = posix_fallocate(descriptor, 0, RECORDER_HEADER_NBYTES);
+    int failure;
+    /* all of it is there from now on: a disk that fills up later must not become a SIGBUS in a step */
+    do
+        failure = posix_fallocate(descriptor, 0, RECORDER_NBYTES);
+    while (failure == EINTR);
     if (failure) {
         errno = failure;
         return NULL;
@@ -99,7 +108,18 @@ static struct recorder_page *map_file(int descriptor) {
     return memory == MAP_FAILED ? NULL : memory;
 }
 
+/* A forked child is another process than the one that the file tells of. */
+static int close_in_children(void) {
+    static bool is_set;
+    int failure = is_set ? 0 : pthread_atfork(NULL, NULL, flight_recorder_close);
+    is_set = !failure;
+    errno = failure;
+    return failure ? -1 : 0;
+}
+
 int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
+    if (close_in_children() < 0)
+        return -1;
     if (unlink(path) < 0 && errno != ENOENT) /* an earlier process may still have it mapped: not to be cut */
         return -1;
     int descriptor = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
@@ -109,6 +129,7 @@ int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
     int saved_errno = errno;
     close(descriptor);
     if (!page) {
+        unlink(path);
         errno = saved_errno;
         return -1;
     }
@@ -116,7 +137,7 @@ int flight_recorder_open(const char *path, int64_t rank, int64_t world_size) {
     page->world_size = world_size;
     page->pid = getpid();
     gethostname(page->host, sizeof page->host - 1);
-    memcpy(page->magic, MAGIC, sizeof MAGIC);
+    atomic_store_explicit(&page->magic, magic_number(), memory_order_release); /* with all of the above */
     flight_recorder_close();
     flight_recorder = page;
     return dump_on_signal();
@@ -131,27 +152,45 @@ void flight_recorder_close(void) {
 }
 
 int32_t flight_recorder_add_name(const char *name) {
-    if (!flight_recorder || flight_recorder->num_names >= RECORDER_CAPACITY)
+    if (!flight_recorder)
         return -1;
-    snprintf(name_of(flight_recorder, flight_recorder->num_names), RECORDER_NAME_NBYTES, "%s", name);
-    return (int32_t)flight_recorder->num_names++;
+    int64_t unit = flight_recorder->num_names;
+    if (unit >= RECORDER_CAPACITY)
+        return -1;
+    snprintf(name_of(flight_recorder, unit), RECORDER_NAME_NBYTES, "%s", name);
+    atomic_store_explicit(&flight_recorder->num_names, unit + 1, memory_order_release); /* with the name */
+    return (int32_t)unit;
 }
 
 /* ---- reading ---- */
 
+/* What is read after the writer's magic number, or after the count of names, was published before it. */
+static ssize_t read_published(int descriptor, void *memory, size_t nbytes, off_t offset) {
+    atomic_thread_fence(memory_order_acquire);
+    return pread(descriptor, memory, nbytes, offset);
+}
+
+static bool is_possible(const struct recorder_page *page) {
+    return page->world_size <= INT32_MAX && page->rank >= 0 && page->rank < page->world_size;
+}
+
 static int read_at_unit(int descriptor, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
     ssize_t got = pread(descriptor, page, sizeof *page, 0);
-    if (got != (ssize_t)sizeof *page || memcmp(page->magic, MAGIC, sizeof MAGIC))
+    if (got != (ssize_t)sizeof *page || page->magic != magic_number())
+        return got < 0 ? -1 : 1;
+    got = read_published(descriptor, page, sizeof *page, 0);
+    if (got != (ssize_t)sizeof *page || !is_possible(page))
         return got < 0 ? -1 : 1;
     int64_t unit = (int32_t)(uint32_t)flight_recorder_place(page);
     if (unit < 0 || unit >= page->num_names || unit >= RECORDER_CAPACITY)
         return 0;
-    got = pread(descriptor, name, RECORDER_NAME_NBYTES - 1, RECORDER_HEADER_NBYTES + unit * RECORDER_NAME_NBYTES);
+    got = read_published(descriptor, name, RECORDER_NAME_NBYTES - 1,
+                         RECORDER_HEADER_NBYTES + unit * RECORDER_NAME_NBYTES);
     return got < 0 ? -1 : 0;
 }
 
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]) {
-    int descriptor = open(path, O_RDONLY | O_CLOEXEC);
+    int descriptor = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* nobody may write into a FIFO of that name */
     if (descriptor < 0)
         return -1;
     memset(name, 0, RECORDER_NAME_NBYTES);

@@ -7,6 +7,7 @@
 #ifndef FSDP_RUNTIME_FLIGHT_RECORDER_H
 #define FSDP_RUNTIME_FLIGHT_RECORDER_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 enum recorder_phase {
@@ -24,23 +25,25 @@ enum recorder_phase {
 enum { RECORDER_NAME_NBYTES = 128, RECORDER_CAPACITY = 4096, RECORDER_HEADER_NBYTES = 4096 };
 
 struct recorder_page {
-    char magic[8];
-    int64_t rank, world_size, pid, num_names;
-    volatile uint64_t step;   /* backwards that this rank has ended */
-    volatile uint64_t place;  /* phase << 32 | unit */
-    volatile uint64_t failed; /* the place where a collective failed last; 0: none */
+    _Atomic uint64_t magic; /* published last, when the file is opened */
+    int64_t rank, world_size, pid;
+    _Atomic int64_t num_names; /* published after each name */
+    volatile uint64_t step;    /* backwards that this rank has ended */
+    volatile uint64_t place;   /* phase << 32 | unit */
+    volatile uint64_t failed;  /* the place where a collective failed last; 0: none */
     char host[64];
 };
 
 extern struct recorder_page *flight_recorder;
 
-/* Open `path` anew, and write what it says to stderr on SIGUSR1 unless that signal is handled already. 0, or -1 with errno. */
+/* Open `path` anew, and write what it says to stderr on SIGUSR1 unless that signal is handled already. All of the file is allocated at
+ * once, and a forked child leaves it. 0, or -1 with errno and without a file. */
 int flight_recorder_open(const char *path, int64_t rank, int64_t world_size);
 void flight_recorder_close(void);
 int32_t flight_recorder_add_name(const char *name); /* the unit's index, or -1 where no file is open or it is full */
 
 /* Read another process's file: its page, and the name of the unit at flight_recorder_place(), "" where it has none. 0, -1 with errno, or
- * 1 for a file that is no flight record. */
+ * 1 for a file that is no flight record, as one of a rank that cannot be. */
 int flight_recorder_read(const char *path, struct recorder_page *page, char name[RECORDER_NAME_NBYTES]);
 
 /* Where the rank is; between steps, where a collective failed before. */

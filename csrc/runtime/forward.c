@@ -7,7 +7,8 @@
 
 /* ---- pre-forward ---- */
 
-/* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in place (D-030). */
+/* Is this forward a recomputation inside this unit's own backward (activation checkpointing)? Then all is in place but for its inputs
+ * (D-030). */
 static bool recomputing(const struct unit *unit) {
     if (unit->handle)
         return unit->handle->training_state == USE_BACKWARD_PRE;
@@ -116,7 +117,9 @@ static void abandon_parts(struct unit *unit) {
     unit_set_prefetched(unit, false);
     FOR_PARTS(part, unit) {
         unit_reshard(part, !unit->optional.around);
+        PyErr_Clear(); /* nothing of Python's is called with an exception set */
         handle_show_sharded(part->handle);
+        PyErr_Clear();
         handle_set_training_state(part->handle, USE_IDLE);
     }
 }
@@ -184,6 +187,17 @@ static PyObject *run_forward(struct unit *unit, PyObject *wrapped, PyObject *arg
     return output;
 }
 
+static PyObject *recompute(struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
+    PyObject *output = NULL;
+    Py_INCREF(args);
+    Py_INCREF(kwargs);
+    if (unit_convert_inputs(unit, &args, &kwargs) == 0)
+        output = PyObject_Call(wrapped, args, kwargs);
+    Py_DECREF(args);
+    Py_DECREF(kwargs);
+    return output;
+}
+
 static bool is_summoned(const struct unit *unit) {
     return unit->phase == PHASE_SUMMON_FULL_PARAMS ||
            (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS);
@@ -210,9 +224,10 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
         return NULL;
     if (recomputing(unit))
-        return PyObject_Call(wrapped, args, kwargs);
+        return recompute(unit, wrapped, args, kwargs);
     if (begin_forward(unit) < 0)
         return NULL;
+    unit->recomputed = unit->runtime->callback_queued;
     struct trace trace = trace_begin(TRACED_FORWARD, unit->recorder_index);
     PyObject *output = run_forward(unit, wrapped, args, kwargs);
     trace_end(trace);

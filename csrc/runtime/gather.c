@@ -156,6 +156,8 @@ static int gather_together(struct unit *unit) {
 }
 
 int unit_gather(struct unit *unit) {
+    if (unit->handle->storage.param_state == PARAM_SHARDED)
+        unit->gathered_for = unit->runtime->num_forwards;
     if (goes_together(unit))
         return gather_together(unit);
     FOR_PARTS(part, unit)

@@ -23,8 +23,9 @@ int unit_unshard_for_forward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_forward(unit);
     if (take_turn(unit) < 0 || unit_begin_step_alone(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
-        unit_gather_and_wait(unit) < 0)
+        unit_give_back_stale(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
+    unit_note_used(unit);
     if (unit_keep_node_parts(unit) < 0 || optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
@@ -69,6 +70,8 @@ static int end_use(struct unit *unit) {
 int unit_reshard_after_forward(struct unit *unit) {
     if ((unit->handle && end_use(unit) < 0) || optional_end_forward(unit) < 0)
         return -1;
+    if (unit->is_root && runtime_give_back_unused(unit->runtime) < 0)
+        return -1;
     return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_settle(&unit->runtime->schedule) : 0;
 }
 
@@ -99,7 +102,11 @@ int unit_reshard_in_backward(struct unit *unit) {
     struct handle *handle = unit->handle;
     bool keeps = stays_for_graph(unit) || !(unit->sync_gradients || flat_param_reshards_after_forward(&handle->param));
     bool free_storage = !handle->param.sharded || !keeps;
-    return unit_reshard(unit, free_storage) < 0 ? -1 : handle_show_sharded(handle);
+    if (!free_storage)
+        unit_keep_for_next(unit);
+    if (handle_take_over_views(handle) < 0 || unit_reshard(unit, free_storage) < 0)
+        return -1;
+    return handle_show_sharded(handle);
 }
 
 static int reshard_parts(struct unit *unit) {
@@ -151,6 +158,7 @@ bool unit_ends_with_backward(const struct unit *unit) {
 }
 
 int runtime_reshard_units(struct runtime *runtime) {
+    runtime->keeps = false;
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];
         if (unit->handle && unit_ends_with_backward(unit) && unit_reshard_in_backward(unit) < 0)

@@ -285,7 +285,7 @@ static int forget_hooks(struct unit *unit) {
 int unit_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
-    if (!enabled && torch_inference_mode())
+    if ((!enabled || !unit->anchor) && torch_inference_mode())
         return 0; /* nothing is recorded there, whatever is turned on */
     PyObject *views = NULL;
     if (!enabled)

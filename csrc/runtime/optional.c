@@ -61,9 +61,12 @@ static int gather(struct unit *unit, enum traced part) {
 
 int optional_begin_forward(struct unit *around) {
     around->optional.open = around->optional.first != NULL;
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
-        if (unit_precision_for_forward(unit) < 0 || gather(unit, TRACED_FORWARD_GATHER) < 0)
+    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next) {
+        if (unit_precision_for_forward(unit) < 0 || unit_give_back_stale(unit) < 0 ||
+            gather(unit, TRACED_FORWARD_GATHER) < 0)
             return -1;
+        unit_note_used(unit); /* run or not */
+    }
     return 0;
 }
 

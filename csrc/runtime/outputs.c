@@ -111,6 +111,25 @@ static int hook_outputs(PyObject *output, PyObject *hook, int64_t *hooked) {
     return result;
 }
 
+/* Not those that were gathered ahead on the user's word. */
+bool unit_shows_views(const struct unit *part) {
+    const struct unit *unit = part->leader ? part->leader : part;
+    return part->handle && handle_leaves_views(part->handle) && part->handle->slots.shown == SHOWN_VIEWS &&
+           unit->phase == PHASE_IDLE && part->handle->training_state == USE_IDLE &&
+           unit->gathered_for != FOR_NEXT_FORWARD;
+}
+
+/* The outputs of the last forward are gone, and no backward has come through them. */
+static int graph_dropped(void *target, const void *hook) {
+    struct unit *unit = target;
+    if (unit->backward_hook != hook || !unit->runtime || unit->runtime->callback_queued)
+        return 0;
+    FOR_PARTS(part, unit)
+        if (unit_shows_views(part) && handle_hide_views(part->handle) < 0)
+            return -1;
+    return 0;
+}
+
 /* Where a tensor is hooked, a backward can follow: the unit's parameters will be needed again. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
     int64_t hooked = 0;
@@ -119,6 +138,9 @@ int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output) {
         return unit_note_checkpointed(unit);
     PyObject *hook = hook_new(pre_backward, unit, unit->object);
     int result = hook ? hook_outputs(output, hook, &hooked) : -1;
+    unit->backward_hook = hook;
+    if (hooked && unit->handle && handle_leaves_views(unit->handle))
+        hook_on_drop(hook, graph_dropped);
     Py_XDECREF(hook);
     if (!result && !hooked)
         return unit_note_cut_off(unit);

@@ -16,6 +16,8 @@ static int use(struct unit *unit, enum precision precision) {
     struct handle *handle = unit->handle;
     if (storage_precision(&handle->storage) == precision)
         return 0;
+    if (handle_take_over_views(handle) < 0)
+        return -1;
     return unit_reshard(unit, true) < 0 ? -1 : handle_use_precision(handle, precision);
 }
 

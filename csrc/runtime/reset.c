@@ -6,35 +6,52 @@
 
 #include "torch/names.h"
 
-static int reset(struct runtime *runtime) {
+/* The first exception of several. A collective that fails again must not leave the units behind it as they were. */
+struct first_error {
+    PyObject *type, *value, *traceback; /* owned; NULL: there is none */
+};
+
+static void note_result(struct first_error *first, int result) {
+    if (result < 0 && !first->type)
+        PyErr_Fetch(&first->type, &first->value, &first->traceback);
     PyErr_Clear();
-    if (runtime_drop_reduction(runtime) < 0 || schedule_join(&runtime->schedule) < 0)
-        return -1;
-    for (int64_t i = 0; i < runtime->num_units; i++) {
-        struct unit *unit = runtime->units[i];
-        struct handle *handle = unit->handle;
-        if (handle && handle->training_state == USE_SUMMON_FULL_PARAMS)
-            continue; /* summon_full_params ends by itself */
-        optional_reset(unit);
-        if (unit_unwatch_inputs(unit) < 0)
-            return -1;
-        if (handle) {
-            if (gradients_show_again(&handle->gradients) < 0)
-                return -1;
-            if (handle->gradients.in_backward)
-                gradients_drop(&handle->gradients);
-            handle_set_training_state(handle, USE_IDLE);
-            if (unit_reshard(unit, true) < 0 || handle_show_sharded(handle) < 0)
-                return -1;
-        }
-        if (unit_end_step(unit) < 0)
-            return -1;
-    }
+}
+
+static void reset_handle(struct unit *unit, struct first_error *first) {
+    struct handle *handle = unit->handle;
+    note_result(first, gradients_show_again(&handle->gradients));
+    if (handle->gradients.in_backward)
+        gradients_drop(&handle->gradients);
+    note_result(first, handle_set_training_state(handle, USE_IDLE));
+    note_result(first, unit_reshard(unit, true));
+    note_result(first, handle_show_sharded(handle));
+}
+
+static void reset_unit(struct unit *unit, struct first_error *first) {
+    if (unit->handle && unit->handle->training_state == USE_SUMMON_FULL_PARAMS)
+        return; /* summon_full_params ends by itself */
+    optional_reset(unit);
+    note_result(first, unit_unwatch_inputs(unit));
+    if (unit->handle)
+        reset_handle(unit, first);
+    note_result(first, unit_end_step(unit));
+}
+
+static int reset(struct runtime *runtime) {
+    struct first_error first = {NULL};
+    PyErr_Clear();
+    note_result(&first, runtime_drop_reduction(runtime));
+    note_result(&first, schedule_join(&runtime->schedule));
+    for (int64_t i = 0; i < runtime->num_units; i++)
+        reset_unit(runtime->units[i], &first);
     trace_abandon();
     order_forget_forwards(&runtime->order);
-    int result = schedule_settle(&runtime->schedule);
+    note_result(&first, schedule_settle(&runtime->schedule));
     runtime->callback_queued = false; /* at the end: until then a forward waits */
-    return result;
+    if (!first.type)
+        return 0;
+    PyErr_Restore(first.type, first.value, first.traceback);
+    return -1;
 }
 
 /* On a GPU autograd's own thread lets go of a backward that has raised, while the script may be in its next forward already: whoever
@@ -61,16 +78,8 @@ int runtime_reset(struct runtime *runtime) {
 
 /* Is autograd running a backward in this thread? */
 static int in_backward(void) {
-    static PyObject *graph_task_id; /* owned for ever */
-    if (!graph_task_id) {
-        PyObject *module = PyImport_ImportModule("torch._C");
-        graph_task_id = module ? PyObject_GetAttrString(module, "_current_graph_task_id") : NULL;
-        Py_XDECREF(module);
-    }
-    PyObject *id = graph_task_id ? PyObject_CallNoArgs(graph_task_id) : NULL;
-    int result = id ? PyLong_AsLong(id) != -1 : -1;
-    Py_XDECREF(id);
-    return result;
+    int64_t id = torch_graph_task();
+    return id == -2 ? -1 : id != -1;
 }
 
 /* A queued callback outside of any backward means that the last backward raised: what it left is dropped. */

@@ -93,7 +93,8 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 
 int runtime_root_pre_forward(struct runtime *runtime) {
     runtime->trains = torch_grad_enabled();
-    if (runtime_tell_of_left_out(runtime) < 0)
+    if (runtime_tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+        runtime_give_back_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)
         return -1;
@@ -101,7 +102,8 @@ int runtime_root_pre_forward(struct runtime *runtime) {
 }
 
 void runtime_enter_forward(struct runtime *runtime) {
-    runtime->num_in_forward++;
+    if (!runtime->num_in_forward++ && !runtime->callback_queued)
+        runtime->num_forwards++;
 }
 
 void runtime_leave_forward(struct runtime *runtime) {

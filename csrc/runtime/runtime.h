@@ -31,8 +31,12 @@ struct runtime {
     const struct operations *operations; /* borrowed; a dry run has one of its own */
     struct order order;
     bool callback_queued;
+    int64_t num_forwards;   /* that have begun while no other was on its way, nor a backward */
+    bool keeps;             /* a backward under no_sync has left some unit gathered for the next forward, */
+    int64_t num_writes;     /* when the user had written so often to parameters */
     int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it, */
     bool graph_goes_on;     /* and of that autograd makes a graph, which the step's backward goes through */
+    int64_t graph_task;     /* autograd's number of the backward that the callback was queued in */
     bool any_cut_off, any_left_out, told_of_no_gradient;
     bool trains;             /* the root's last forward began with gradients enabled */
     const void *final_hook;  /* what was queued last: compared, never followed */
@@ -59,6 +63,13 @@ int64_t runtime_piece_nbytes(const struct runtime *runtime); /* in one piece, be
 int runtime_take_memory(struct runtime *runtime);            /* for each, and give it back. 0 or -1 */
 int runtime_reshard_units(
     struct runtime *runtime); /* lifetime.c: what a backward that ends has left gathered. 0 or -1 */
+
+/* stale.c: see [Note: stale parameters] there. 0 or -1 */
+int runtime_give_back_stale(struct runtime *runtime); /* the root's forward begins */
+int runtime_give_back_unused(
+    struct runtime *runtime);                    /* it ends: what was gathered ahead of units that it has not run */
+int runtime_note_kept(struct runtime *runtime);  /* a backward has ended */
+int runtime_check_kept(struct runtime *runtime); /* a forward begins: is what that backward has left still good? */
 
 /* backward_end.c. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);

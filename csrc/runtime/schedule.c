@@ -10,9 +10,10 @@ int schedule_init(struct schedule *schedule, PyObject *device) {
 
 void schedule_fini(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    stream_event *events[] = {&schedule->step_begin,  &schedule->input_made, &schedule->received,
-                              &schedule->packed,      &schedule->scattered,  &schedule->reduced,
-                              &schedule->all_reduced, &schedule->joined,     &schedule->unsharded.last_use};
+    stream_event *events[] = {
+        &schedule->step_begin,  &schedule->input_made,        &schedule->received,    &schedule->packed,
+        &schedule->scattered,   &schedule->reduced,           &schedule->all_reduced, &schedule->joined,
+        &schedule->input_taken, &schedule->unsharded.last_use};
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
         stream_event_destroy(streams, events[i]);
     for (int i = 0; i < LIMITER_DEPTH; i++)
@@ -32,14 +33,23 @@ static int leave(struct schedule *schedule, enum stream_role role, stream_event 
 
 /* ---- gathers ---- */
 
+/* Memory of the stream that gathers is written first by the one that makes what a gather reads. */
+static int gathers_wait(struct schedule *schedule, stream_event event) {
+    struct streams *streams = &schedule->streams;
+    return stream_wait(streams, STREAM_PRE_UNSHARD, event) < 0 ? -1 : stream_wait(streams, STREAM_UNSHARD, event);
+}
+
 int schedule_begin_step(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
     schedule->num_begins++;
+    schedule->has_ended = false;
     if (stream_follow(streams) < 0 || stream_record(streams, STREAM_COMPUTE, &schedule->step_begin) < 0)
         return -1;
-    if (stream_wait(streams, STREAM_PRE_UNSHARD, schedule->step_begin) < 0)
-        return -1;
-    return stream_wait(streams, STREAM_UNSHARD, schedule->step_begin);
+    return gathers_wait(schedule, schedule->step_begin);
+}
+
+int schedule_begin_backward(struct schedule *schedule) {
+    return schedule->has_ended ? schedule_begin_step(schedule) : 0;
 }
 
 bool schedule_wants_memory(const struct schedule *schedule) {
@@ -159,10 +169,14 @@ static int take_from_pool(struct schedule *schedule, struct gradients *gradients
     return pool_leave(&schedule->pool) < 0 ? -1 : result;
 }
 
+/* In deterministic mode torch fills what it allocates, on the stream that gathers: what packs comes after that. */
 static int take_gathered(struct schedule *schedule, struct gradients *gradients) {
-    if (stream_enter(&schedule->streams, STREAM_UNSHARD) < 0)
+    struct streams *streams = &schedule->streams;
+    if (stream_enter(streams, STREAM_UNSHARD) < 0)
         return -1;
-    return leave(schedule, STREAM_UNSHARD, NULL, take_from_pool(schedule, gradients));
+    if (leave(schedule, STREAM_UNSHARD, &schedule->input_taken, take_from_pool(schedule, gradients)) < 0)
+        return -1;
+    return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
 }
 
 /* Inside a pool torch's allocator does not give back what others have freed before it is out of memory: outside it does. */
@@ -239,8 +253,9 @@ static int finish_hybrid_reduction(struct schedule *schedule, struct gradients *
         return -1;
     schedule->all_reducing = true;
     schedule->scattered_output = gradients_take_reduce_output(gradients);
-    bool is_elsewhere = schedule->input_owner != STREAM_POST_BACKWARD;
-    return is_elsewhere ? stream_wait(streams, schedule->input_owner, schedule->scattered) : 0;
+    if (schedule->input_owner == STREAM_UNSHARD)
+        return gathers_wait(schedule, schedule->scattered);
+    return schedule->input_owner == STREAM_COMPUTE ? stream_wait(streams, STREAM_COMPUTE, schedule->scattered) : 0;
 }
 
 static int wait_for_reduction(struct schedule *schedule) {
@@ -257,7 +272,7 @@ static int finish_reduction(struct schedule *schedule, struct gradients *gradien
         return -1;
     schedule->reducing = streams_are_real(&schedule->streams);
     if (schedule->input_owner == STREAM_UNSHARD)
-        return stream_wait(&schedule->streams, STREAM_UNSHARD, schedule->reduced);
+        return gathers_wait(schedule, schedule->reduced);
     return schedule->input_owner == STREAM_COMPUTE ? wait_for_reduction(schedule) : 0;
 }
 
@@ -310,6 +325,7 @@ int schedule_end_backward(struct schedule *schedule) {
     if (schedule_settle(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0)
         return -1;
     streams->num_former = 0;
+    schedule->has_ended = true;
     return 0;
 }
 

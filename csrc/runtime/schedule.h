@@ -10,8 +10,8 @@
  * not sharded, are packed on the compute stream, which records `received` after that. Once it has the gradients of the next unit, the
  * compute stream waits for `reduced` (`scattered` below), and the input of the reduction is released. The input of a backward's last
  * reduction, often the largest, is memory that is free by then, so that the side stream never needs any for it: of the pool, if nothing
- * gathered is left in it and it has room, and the unshard stream waits for `reduced` (or `scattered`); else of the compute stream,
- * which waits.
+ * gathered is left in it and it has room, and both streams of the gathers wait for `reduced` (or `scattered`); else of the compute
+ * stream, which waits.
  *
  * The first and the second half of a hybrid strategy's reduction pass each other:
  *
@@ -45,8 +45,10 @@ struct schedule {
     struct streams streams;
     stream_event step_begin; /* owned; what the script enqueued before this step, the optimizer's work included */
     stream_event input_made, received, packed, scattered, reduced, all_reduced, joined; /* owned; the last of each */
-    struct deferred_free unsharded;                                                     /* of gathers */
-    int64_t num_begins;                                                                 /* of steps, from 1 on */
+    stream_event input_taken;       /* owned; of a last reduction, from the pool */
+    struct deferred_free unsharded; /* of gathers */
+    int64_t num_begins;             /* of steps, from 1 on */
+    bool has_ended;                 /* a backward has ended since the last of them began */
     bool uploading;                 /* the host has not waited for what reads its memory */
     enum reduction_state reduction; /* written by schedule_state.c */
     bool packs_beside;              /* the last unit's gradients were packed on the stream that reduces them */
@@ -79,6 +81,8 @@ bool schedule_is_settled(const struct schedule *schedule); /* nothing is on its 
 /* ---- gathers. 0 or -1; what `begin` began is ended by `end`, with the result of what was enqueued between them ---- */
 
 int schedule_begin_step(struct schedule *schedule); /* a gather of this step sees what the script did before it */
+/* A backward that no forward has come before, but another backward: an optimizer may have stepped between them. */
+int schedule_begin_backward(struct schedule *schedule);
 /* The memory that gathers will take, once: is it to be taken now? */
 bool schedule_wants_memory(const struct schedule *schedule);
 int schedule_begin_reserve(struct schedule *schedule);

@@ -45,7 +45,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->limit_all_gathers = spec->limit_all_gathers;
     unit->full_precision_in_eval = spec->full_precision_in_eval;
     unit->segments = Py_NewRef(spec->segments);
-    unit->sync_gradients = true;
+    unit->sync_gradients = unit->may_nest = true;
     unit->recorder_index = -1;
     order_place_init(&unit->place, 0);
     return unit->module_ref ? 0 : -1;

@@ -28,6 +28,8 @@ enum unit_phase {
 
 struct runtime;
 
+static const int64_t FOR_NEXT_FORWARD = INT64_MAX; /* that the unit runs in */
+
 /* One FullyShardedDataParallel instance. */
 struct unit {
     PyObject *object;        /* borrowed; the Python object that this struct lives in */
@@ -68,12 +70,18 @@ struct unit {
 
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     bool ran_pre_backward, needs_pre_backward_unshard;
+    /* [Note: checkpoints inside a unit], in nested.c */
+    int64_t graph_task; /* autograd's number of the backward that it is in */
+    bool recomputed;    /* its last forward ran within that */
+    bool may_nest, nested, anchor_comes;
     bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t recorder_index;         /* of its name in the flight recorder, -1: none */
     struct order_place place;       /* in the order of units */
     struct gather_mark gather;      /* its last all-gather */
+    int64_t gathered_for;           /* the forward, as num_forwards counts: see [Note: stale parameters] in stale.c */
+    const void *backward_hook;      /* that of its last forward, where the views stay: compared, never followed */
     struct optional optional;       /* need it not run on every rank, or is it around units that need not? */
 };
 
@@ -144,6 +152,14 @@ int unit_enqueue_gather(struct unit *unit);
 /* A collective of the unit has raised while it was enqueued, or later: that is said in its error. -1. */
 int unit_explain_failure(struct unit *unit, enum traced part, bool enqueued);
 
+/* stale.c: see [Note: stale parameters] there */
+int unit_give_back_stale(struct unit *unit); /* but not amid a backward. 0 or -1 */
+void unit_note_used(struct unit *unit);      /* what is gathered is for the forward that is on its way */
+void unit_keep_for_next(struct unit *part);  /* it is as good for the next forward as it was for the last one */
+
+/* outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
+bool unit_shows_views(const struct unit *part);
+
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
  * said. */
 /* The unit, the optional ones that belong to it, and ahead what comes after it in the order. It may have no parameters. */
@@ -184,6 +200,11 @@ int unit_is_training(const struct unit *unit);      /* is the wrapped module in 
 /* cut_off.c: a unit with trainable parameters to which no gradient comes. 0 or -1. */
 int unit_note_cut_off(struct unit *unit);      /* no output of this forward requires a gradient */
 int unit_note_checkpointed(struct unit *unit); /* a forward without gradients has ended; perhaps a checkpoint's */
+
+/* nested.c: reentrant checkpoints around parts of the module. 0 or -1, where nothing else is said. */
+int unit_begin_backward(struct unit *unit);
+int unit_awaits_gradients(
+    struct unit *unit); /* at the anchor's hook: does it come again in this backward? 1, 0 or -1 */
 
 /* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
 

@@ -23,7 +23,7 @@ static int detach_copy(const struct precision_copy *copy, int64_t num_params) {
     return 0;
 }
 
-int unit_detach_part(struct unit *part) {
+static int detach_part(struct unit *part) {
     struct handle *handle = part->handle;
     part->in_node = false;
     if (handle_unwrap_views(handle) < 0)
@@ -32,6 +32,14 @@ int unit_detach_part(struct unit *part) {
         if (detach_copy(&handle->storage.copies[i], handle->param.num_params) < 0)
             return -1;
     return 0;
+}
+
+int unit_detach_part(struct unit *part) {
+    PyObject *left;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    int result = detach_part(part);
+    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
 }
 
 int unit_detach_views(struct unit *unit) {

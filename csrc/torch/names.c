@@ -26,7 +26,7 @@ struct attribute {
     descrsetfunc set;
 };
 
-static struct attribute of_grad, of_data, of_requires_grad;
+static struct attribute of_grad, of_data, of_requires_grad, of_version;
 
 static int find_attribute(const char *name, struct attribute *attribute) {
     if (find(torch_names.parameter_type, name, &attribute->descriptor) < 0)
@@ -40,8 +40,13 @@ static bool is_parameter(PyObject *tensor) {
     return (PyObject *)Py_TYPE(tensor) == torch_names.parameter_type;
 }
 
+/* Neither type changes what it inherits. */
+static bool is_plain(PyObject *tensor) {
+    return is_parameter(tensor) || (PyObject *)Py_TYPE(tensor) == torch_names.tensor_type;
+}
+
 static PyObject *read_attribute(PyObject *tensor, const struct attribute *attribute, PyObject *name) {
-    if (is_parameter(tensor) && attribute->get)
+    if (is_plain(tensor) && attribute->get)
         return attribute->get(attribute->descriptor, tensor, torch_names.parameter_type);
     return PyObject_GetAttr(tensor, name);
 }
@@ -64,6 +69,22 @@ static int find_queue_callback(void) {
     return result;
 }
 
+static int find_inference_mode(PyObject *torch) {
+    PyObject *module = PyImport_ImportModule("torch._C");
+    int result = module ? find(module, "_InferenceMode", &torch_names.inference_mode_guard) : -1;
+    Py_XDECREF(module);
+    return result < 0 ? -1 : find(torch, "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled);
+}
+
+static int find_engine(void) {
+    PyObject *module = PyImport_ImportModule("torch._C");
+    int result = -1;
+    if (module && !find(module, "_current_graph_task_id", &torch_names.graph_task_id))
+        result = find(module, "_will_engine_execute_node", &torch_names.will_execute);
+    Py_XDECREF(module);
+    return result;
+}
+
 static int find_removable_handle(void) {
     PyObject *module = PyImport_ImportModule("torch.utils.hooks");
     int result = module ? find(module, "RemovableHandle", &torch_names.removable_handle) : -1;
@@ -82,14 +103,14 @@ int torch_names_init(void) {
     if (find(torch, "Tensor", &torch_names.tensor_type) < 0 || find(nn, "Parameter", &torch_names.parameter_type) < 0)
         goto done;
     if (find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
-        find_attribute("requires_grad", &of_requires_grad) < 0)
+        find_attribute("requires_grad", &of_requires_grad) < 0 || find_attribute("_version", &of_version) < 0)
         goto done;
     if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0 ||
-        find(torch, "uint8", &torch_names.uint8) < 0)
+        find(torch, "uint8", &torch_names.uint8) < 0 || find(torch, "int32", &torch_names.int32) < 0)
         goto done;
-    if (find(torch, "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled) < 0)
+    if (find_inference_mode(torch) < 0)
         goto done;
-    if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0)
+    if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0 || find_engine() < 0)
         goto done;
     result = find_removable_handle() < 0 ? -1 : find_queue_callback();
 done:
@@ -180,6 +201,13 @@ PyObject *torch_data(PyObject *tensor) {
     return read_attribute(tensor, &of_data, torch_names.data);
 }
 
+int64_t torch_graph_task(void) {
+    PyObject *id = PyObject_CallNoArgs(torch_names.graph_task_id);
+    int64_t result = id ? PyLong_AsLongLong(id) : -2;
+    Py_XDECREF(id);
+    return result;
+}
+
 int torch_requires_grad(PyObject *tensor) {
     PyObject *value = read_attribute(tensor, &of_requires_grad, torch_names.requires_grad);
     if (!value)
@@ -187,6 +215,18 @@ int torch_requires_grad(PyObject *tensor) {
     int result = value == Py_True;
     Py_DECREF(value);
     return result;
+}
+
+/* Inference tensors count nothing. */
+int64_t torch_version(PyObject *tensor) {
+    PyObject *value = read_attribute(tensor, &of_version, torch_names._version);
+    if (!value && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    int64_t version = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return version;
 }
 
 bool torch_is_tensor(PyObject *object) {
@@ -230,6 +270,34 @@ bool torch_inference_mode(void) {
         PyErr_Clear();
     Py_XDECREF(enabled);
     return result;
+}
+
+int torch_leave_inference_mode(PyObject **left) {
+    *left = NULL;
+    if (!torch_inference_mode())
+        return 0;
+    PyObject *guard = PyObject_CallFunctionObjArgs(torch_names.inference_mode_guard, Py_False, NULL);
+    PyObject *entered = guard ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
+    if (entered)
+        torch_set_grad_enabled(false);
+    else
+        Py_CLEAR(guard);
+    Py_XDECREF(entered);
+    *left = guard;
+    return guard ? 0 : -1;
+}
+
+int torch_return_to_inference_mode(PyObject *left) {
+    if (!left)
+        return 0;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *done = PyObject_CallMethod(left, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_DECREF(left);
+    if (type || done)
+        PyErr_Restore(type, value, traceback);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 bool torch_grad_enabled(void) {

@@ -30,6 +30,7 @@
     X(_register_hook_dict)                                                                                             \
     X(view)                                                                                                            \
     X(detach_)                                                                                                         \
+    X(_version)                                                                                                        \
     X(_compiled_call_impl)                                                                                             \
     X(training)
 
@@ -42,10 +43,13 @@ struct torch_names {
     PyObject *empty;          /* torch.empty */
     PyObject *empty_like;     /* torch.empty_like */
     PyObject *uint8;          /* torch.uint8 */
+    PyObject *int32;          /* torch.int32 */
     PyObject *split_with_sizes;
-    PyObject *is_inference_mode_enabled;
-    PyObject *queue_callback;   /* of the autograd engine */
-    PyObject *removable_handle; /* torch.utils.hooks.RemovableHandle */
+    PyObject *is_inference_mode_enabled, *inference_mode_guard; /* torch._C._InferenceMode */
+    PyObject *queue_callback;                                   /* of the autograd engine */
+    PyObject *graph_task_id;                                    /* which backward runs in this thread */
+    PyObject *will_execute;                                     /* will it come to a node? */
+    PyObject *removable_handle;                                 /* torch.utils.hooks.RemovableHandle */
 };
 
 extern struct torch_names torch_names;
@@ -64,7 +68,9 @@ void torch_restore_data(PyObject *tensor, PyObject *data);    /* where it must s
 int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = grad; Py_None clears */
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* of any shape and dtype */
 PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, Py_None when absent */
-int torch_requires_grad(PyObject *tensor);                    /* 1, 0, or -1 */
+int64_t torch_graph_task(void);            /* of the backward that runs in this thread; -1: none. -2 */
+int torch_requires_grad(PyObject *tensor); /* 1, 0, or -1 */
+int64_t torch_version(PyObject *tensor);   /* counts what was written in place, but not through `.data`; or -1 */
 bool torch_is_tensor(PyObject *object);
 PyObject *torch_data(PyObject *tensor); /* tensor.data: own version counter, no history */
 PyObject *torch_part(PyObject *tensor, int64_t offset, int64_t numel); /* that of tensor[offset:offset + numel] */
@@ -77,6 +83,11 @@ PyObject *torch_view(PyObject *flat, int64_t offset, int64_t numel, PyObject *sh
 int torch_hooks_registered_since(PyObject **seen /* owned by the caller */);
 
 bool torch_inference_mode(void);
+/* In inference mode no history is let go of, and nothing that is made may be written outside of it: so it is left, without grad mode, for
+ * what outlives it. `*left`: what to return to it with, which comes in any case; NULL where it was not on. 0 or -1 */
+int torch_leave_inference_mode(PyObject **left);
+/* Steals `left`. An exception that is set stays. 0 or -1 */
+int torch_return_to_inference_mode(PyObject *left);
 
 /* Grad mode around code that must or must not record. */
 bool torch_grad_enabled(void);

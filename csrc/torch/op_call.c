@@ -12,7 +12,7 @@ const struct kernel_table *op_call_kernels(struct op_call *call) {
 }
 
 void op_call_check(struct op_call *call, enum status status) {
-    OP_CHECK(status != STATUS_UNSUPPORTED, "%s: no kernel for these dtypes or this norm", call->name);
+    OP_CHECK(status != STATUS_UNSUPPORTED, "%s: no kernel for these dtypes", call->name);
     OP_CHECK(status != STATUS_DEVICE, "%s: CUDA refused the launch: %s", call->name,
              op_call_kernels(call)->device_error());
     OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);

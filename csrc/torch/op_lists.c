@@ -1,4 +1,4 @@
-/* The ops over lists of tensors: norms, scaling, checksums. */
+/* The ops over lists of tensors: scaling, checksums. */
 #include "torch/op_call.h"
 #include "torch/tensor.h"
 
@@ -12,45 +12,6 @@ static void read_all(struct op_call *call, const struct op_list *list, struct te
         views[i] = operand.view;
         numels[i] = operand.numel;
     }
-}
-
-/* fsdp_c::norms: one p-norm per tensor, in float64 for float64 tensors and in float32 for all others. */
-void op_norms(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
-    OP_OWNED_MEMORY struct tensor_view *views = NULL;
-    OP_OWNED_MEMORY int64_t *numels = NULL;
-    OP_OWNED output = NULL;
-    op_read_list(&tensors);
-    double p = op_float(stack[1]);
-    OP_CHECK(tensors.count > 0, "%s: tensors must not be empty", call->name);
-    views = op_alloc(tensors.count, sizeof *views);
-    numels = op_alloc(tensors.count, sizeof *numels);
-    read_all(call, &tensors, views, numels);
-    for (size_t i = 1; i < tensors.count; i++) {
-        OP_CHECK((views[i].dtype == DTYPE_FLOAT64) == (views[0].dtype == DTYPE_FLOAT64),
-                 "%s: float64 tensors cannot be mixed with others", call->name);
-    }
-    struct op_operand like = {0};
-    op_read_operand(&like, op_tensor(tensors.items[0]));
-    int64_t count = (int64_t)tensors.count;
-    bool is_double = views[0].dtype == DTYPE_FLOAT64;
-    output = op_empty(1, &count,
-                      is_double ? torch_abi.aoti_torch_dtype_float64() : torch_abi.aoti_torch_dtype_float32(), &like);
-    if (!call->is_meta) {
-        struct op_operand result;
-        op_read_operand(&result, output);
-        OP_OWNED scratch = NULL;
-        void *memory = NULL;
-        int64_t nbytes = op_call_kernels(call)->norms_scratch_nbytes(numels, count);
-        if (nbytes) {
-            int64_t scratch_numel = (nbytes + (int64_t)sizeof(double) - 1) / (int64_t)sizeof(double);
-            scratch = op_empty(1, &scratch_numel, torch_abi.aoti_torch_dtype_float64(), &like);
-            OP_CALL(torch_abi.aoti_torch_get_data_ptr(scratch, &memory));
-        }
-        op_call_check(call, op_call_kernels(call)->norms(result.view.data, views, numels, count, p, memory,
-                                                         tensor_kernel_stream(&result.view)));
-    }
-    stack[0] = op_give(&output);
 }
 
 /* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */

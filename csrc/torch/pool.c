@@ -4,7 +4,6 @@
 
 #include "torch/names.h"
 #include "torch/ref.h"
-#include "torch/tensor.h"
 
 static int is_cuda(PyObject *device) {
     PyObject *type = PyObject_GetAttrString(device, "type");
@@ -119,14 +118,26 @@ int64_t pool_piece_nbytes(int64_t nbytes_of_blocks) {
     return nbytes_of_blocks ? nbytes_of_blocks + POOL_LARGEST_REST + POOL_UNIT : 0;
 }
 
+/* A tensor without elements, whose storage grows: in deterministic mode torch fills those with elements, on the stream that is
+ * current now, while other streams may be first to write here. */
+static int take_memory(struct pool *pool, int64_t nbytes) {
+    PyObject *tensor = torch_empty(0, torch_names.uint8, pool->device);
+    PyObject *storage = tensor ? PyObject_CallMethod(tensor, "untyped_storage", NULL) : NULL;
+    PyObject *grown = storage ? PyObject_CallMethod(storage, "resize_", "L", (long long)nbytes) : NULL;
+    PyObject *begin = grown ? PyObject_CallMethod(storage, "data_ptr", NULL) : NULL;
+    if (begin)
+        pool->begin = PyLong_AsVoidPtr(begin);
+    int result = begin ? 0 : -1;
+    Py_XDECREF(begin);
+    Py_XDECREF(grown);
+    Py_XDECREF(storage);
+    Py_XDECREF(tensor);
+    return result;
+}
+
 /* It is free again at once, and stays in the pool. */
 static int take_piece(struct pool *pool, int64_t nbytes) {
-    PyObject *piece = pool_enter(pool) < 0 ? NULL : torch_empty(nbytes, torch_names.uint8, pool->device);
-    struct tensor_view view;
-    int result = piece ? tensor_view_of(piece, &view) : -1;
-    if (!result)
-        pool->begin = view.data;
-    Py_XDECREF(piece);
+    int result = pool_enter(pool) < 0 ? -1 : take_memory(pool, nbytes);
     return pool_leave(pool) < 0 ? -1 : result;
 }
 

@@ -5,7 +5,6 @@
 
 #include "base/pages.h"
 #include "torch/kernel_library.h"
-#include "torch/norm_order.h"
 #include "torch/torch_abi.h"
 
 /* DLPack's types, version 1, as far as they are read here. */
@@ -88,7 +87,6 @@ int tensor_init(void) {
     const struct dl_exchange *table = find_exchange(tensor_type);
     exchange.view_of = table ? table->dltensor_from_py_object : NULL;
     exchange.cpu_stream.parallel_for = cpu_parallel_for;
-    norm_order_probe(&exchange.cpu_stream);
     exchange.tensor_type = (PyTypeObject *)tensor_type;
     return 0;
 }
@@ -297,7 +295,7 @@ int tensor_check(enum status status, const char *what) {
         return -1;
     }
     case STATUS_UNSUPPORTED:
-        PyErr_Format(PyExc_NotImplementedError, "%s: no kernel for this dtype, device or norm", what);
+        PyErr_Format(PyExc_NotImplementedError, "%s: no kernel for this dtype or device", what);
         return -1;
     case STATUS_INVALID:
     default:

@@ -6,9 +6,10 @@ import argparse
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
@@ -117,8 +118,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 2
     except (CheckpointError, OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say(f"error: {error}", file=sys.stderr)
         return 2
+    except (RuntimeError, MemoryError) as error:
+        why = "more memory is needed than there is" if isinstance(error, MemoryError) else str(error).split("\n")[0]
+        _say(f"error: {args.path}: {why}", file=sys.stderr)
+        return 2
+    except Exception:  # a bug; 1 would say that the checkpoint is damaged
+        traceback.print_exc()
+        return 2
+
+
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Print a line. What a terminal would take for a command, or hide, is written as in Python."""
+    print("".join(each if each.isprintable() else repr(each)[1:-1] for each in text), file=file)
 
 
 # ----------------------------------------------------------------- names
@@ -164,14 +177,14 @@ def _inspect(args: argparse.Namespace) -> int:
         return 0
     tensors = [info for info in entries.values() if info.is_tensor]
     total = sum(info.nbytes for info in tensors)
-    print(f"{args.path}: {source.kind}")
-    print(f"{len(tensors)} tensors, {_size(total)}; {len(entries) - len(tensors)} other values")
+    _say(f"{args.path}: {source.kind}")
+    _say(f"{len(tensors)} tensors, {_size(total)}; {len(entries) - len(tensors)} other values")
     width = max((len(key) for key in entries), default=0)
     for key, info in sorted(entries.items()):
         if info.is_tensor:
-            print(f"{key:{width}}  {_dtype(info)} {list(info.shape or ())}")
+            _say(f"{key:{width}}  {_dtype(info)} {list(info.shape or ())}")
         elif args.values:
-            print(f"{key:{width}}  {_short(source.read(key))}")
+            _say(f"{key:{width}}  {_short(source.read(key))}")
     return 0
 
 
@@ -202,9 +215,9 @@ def _verify(args: argparse.Namespace) -> int:
     problems = 0
     for problem in source.problems():
         problems += 1
-        print(problem)
+        _say(problem)
     total = _size(sum(info.nbytes for info in source.entries.values()))
-    print(f"{args.path}: {source.kind}: {len(source.entries)} entries, {total}: {problems or 'no'} problems")
+    _say(f"{args.path}: {source.kind}: {len(source.entries)} entries, {total}: {problems or 'no'} problems")
     return 1 if problems else 0
 
 
@@ -235,9 +248,9 @@ def _convert(args: argparse.Namespace) -> int:
         for name, (key, info) in entries.items():
             value = source.read(key)
             sink.add(name, info, value.to(info.dtype) if isinstance(value, Tensor) else value)
-    print(f"{args.target}: {kind}, {len(entries)} entries, {_size(sum(info.nbytes for info in infos.values()))}")
+    _say(f"{args.target}: {kind}, {len(entries)} entries, {_size(sum(info.nbytes for info in infos.values()))}")
     if dropped or left_out:
-        print(f"left out: {left_out} entries not below {select!r}, {len(dropped)} that are no tensors", file=sys.stderr)
+        _say(f"left out: {left_out} entries not below {select!r}, {len(dropped)} that are no tensors", file=sys.stderr)
     return 0
 
 
@@ -272,7 +285,7 @@ def _diff(args: argparse.Namespace) -> int:
             found = _difference(left.read(ours[name][0]), right.read(theirs[name][0]), args.tolerance)
         if found:
             differences += 1
-            print(f"{name}: {found}")
+            _say(f"{name}: {found}")
     return 1 if differences else 0
 
 
@@ -281,6 +294,8 @@ def _difference(left: object, right: object, tolerance: float) -> str | None:
     if not isinstance(left, Tensor) or not isinstance(right, Tensor):
         same = type(left) is type(right) and _same(left, right)
         return None if same else f"{_short(left)} and {_short(right)}"
+    if torch.float4_e2m1fn_x2 in (left.dtype, right.dtype) and left.dtype == right.dtype:
+        left, right = left.view(torch.uint8), right.view(torch.uint8)  # torch does not convert it
     if left.shape != right.shape:
         return f"shape {list(left.shape)} and {list(right.shape)}"
     count, largest = _largest_difference(left, right)

@@ -7,9 +7,8 @@ import functools
 import io
 import json
 import os
-import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fsdp_c.checkpoint.folder import CheckpointError, discard, is_checkpoint, make_temporary, sync_folder
+from fsdp_c.checkpoint.folder import CheckpointError, beside, check_path, data_file, new_folder, sync_published
 from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
@@ -50,6 +49,7 @@ def open_sink(path: Path, kind: str, entries: dict[str, Info], ranks: int, overw
 
     Raises FileExistsError for what is there, unless it is to be overwritten.
     """
+    check_path(path)
     if not overwrite and (path.is_symlink() or path.exists()):
         raise FileExistsError(f"{path}: exists; choose another name, or --overwrite")
     if kind == "dcp":
@@ -71,16 +71,16 @@ def open_sink(path: Path, kind: str, entries: dict[str, Info], ranks: int, overw
 def _new_file(path: Path) -> Iterator[BinaryIO]:
     """A file that has its name once it is complete and on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.saving-{uuid.uuid4().hex[:12]}")
-    try:
-        with temporary.open("xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with beside(path) as temporary:
+        try:
+            with temporary.open("xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            sync_published(path.parent, path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------- DCP
@@ -88,29 +88,26 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _dcp_folder(path: Path, ranks: int) -> Iterator[DcpSink]:
-    if path.exists() and not is_checkpoint(path) and not path.is_dir():
-        raise FileExistsError(f"{path}: a file, where a folder is to be written")
-    temporary = make_temporary(Path(os.path.abspath(path)))
-    try:
+    path = Path(os.path.abspath(path))
+    with new_folder(path) as temporary:
+        names = [data_file(temporary, path, rank) for rank in range(ranks)]
         with contextlib.ExitStack() as stack:
-            files = [
-                stack.enter_context((temporary / f"__{rank}_0.distcp").open("xb", buffering=2**16))
-                for rank in range(ranks)
-            ]
+            files = {
+                name: stack.enter_context((temporary / Path(name).name).open("xb", buffering=2**16)) for name in names
+            }
             sink = DcpSink(files)
             yield sink
             for writer in sink.writers:
                 writer.finish()
-        sink.finish(temporary, Path(os.path.abspath(path)))
-    finally:
-        discard(temporary)
+        sink.finish(temporary, path)
 
 
 class DcpSink:
     """The files that as many ranks would have written, each an even part of every tensor."""
 
-    def __init__(self, files: Sequence[BinaryIO]) -> None:
-        self.writers = [FileWriter(file) for file in files]
+    def __init__(self, files: dict[str, BinaryIO]) -> None:
+        self.names = list(files)
+        self.writers = [FileWriter(file) for file in files.values()]
         self.metadata: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
         self.paths: dict[str, PathInDict] = {}
         self.stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
@@ -141,16 +138,15 @@ class DcpSink:
         writer = self.writers[rank]
         start = writer.size
         place = write(writer)
-        self.stored[index] = storage_info(f"__{rank}_0.distcp", start, writer.size, place)
+        self.stored[index] = storage_info(self.names[rank], start, writer.size, place)
 
     def finish(self, temporary: Path, path: Path) -> None:
         files = {}
-        for rank, writer in enumerate(self.writers):
-            name = f"__{rank}_0.distcp"
+        for name, writer in zip(self.names, self.writers, strict=True):
             if writer.size:
                 files[name] = (writer.size, writer.framing_crc32)
             else:
-                (temporary / name).unlink()
+                (temporary / Path(name).name).unlink()
         metadata = dcp.Metadata(self.metadata, planner_data=self.paths)
         metadata.storage_meta = dcp.StorageMeta(checkpoint_id=str(path))
         finish_folder(temporary, path, metadata, self.stored, files)
@@ -214,7 +210,10 @@ class SafetensorsSink:
                 raise CheckpointError(
                     f"{key} is {info.dtype or 'no tensor'}, which safetensors do not hold: use --dtype"
                 )
-            header[key] = {"dtype": names[info.dtype], "shape": info.shape, "data_offsets": [at, at + info.nbytes]}
+            shape = list(info.shape or ())
+            if info.dtype == torch.float4_e2m1fn_x2:
+                shape[-1] *= 2  # the format counts the two in each byte
+            header[key] = {"dtype": names[info.dtype], "shape": shape, "data_offsets": [at, at + info.nbytes]}
             at += info.nbytes
         content = json.dumps(header, separators=(",", ":")).encode()
         content += b" " * (-len(content) % 8)

@@ -1,41 +1,44 @@
 """Reading what DCP's ``.metadata`` says, without trusting it.
 
-[Note: A pickle from a stranger]
-``.metadata`` is a pickle, and a pickle can call anything. So while it is read, the names of DCP's classes stand for
-empty ones that hold values and do nothing, and other names for nothing. Then every value is checked: types, sizes
-against the files that are there, names of files. What remains is a ``Checkpoint`` of plain values, from which all
-readers work.
+``.metadata`` is read as [Note: A pickle from a stranger] says. Then every value is checked: types, sizes against the
+files that are there, names of files. What remains is a ``Checkpoint`` of plain values, from which all readers work.
 """
 
 from __future__ import annotations
 
+import errno
+import gc
 import io
 import json
 import math
 import pathlib
 import pickle
-import pickletools
-import re
 import reprlib
+import resource
+import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, locate
+from fsdp_c.checkpoint.folder import CHECKSUMS, FORMAT, METADATA, CheckpointError, data_folders, locate
+from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
 
-FORMAT = "fsdp_c.checkpoint"
 VERSION = 1
 _MAX_METADATA_NBYTES = 8 * 2**30
-_MAX_DIMS = 64  # as torch has it for most operations
+MAX_DIMS = 64  # as torch has it for most operations
 _MAX_GAPS = 1000  # in nested lists, whose elements are entries
+# with another attribute it may be ours with a damaged name, and must not pass for torch's, which has no checksums
+_STORAGE_INFO = {"args", "relative_path", "offset", "length", "transform_descriptors", "piece"}
 
+_ENUM = "_MEM_FORMAT_ENCODING"
 _MODULES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -45,7 +48,7 @@ _MODULES = {
         "StorageMeta",
         "TensorProperties",
         "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
+        _ENUM,
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
@@ -54,80 +57,34 @@ _MODULES = {
 }
 
 
-class Value:
-    """Stands in for the objects that were pickled."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
-            state = (state[0] or {}) | state[1]  # of a class with slots
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        return None  # every attribute is optional here: what is needed is checked later
-
-
-_SIZED = ("PUT", "LONG_BINPUT")  # of the memo, which is made as long as they say
-_OPCODES = {ord(op.code): op for op in pickletools.opcodes}
-_FIXED_NBYTES = {code: op.arg.n if op.arg else 0 for code, op in _OPCODES.items() if op.name not in (*_SIZED, "STOP")}
-
-
-def _fixed_opcodes() -> re.Pattern[bytes]:
-    """Matches a run of opcodes whose arguments have a fixed length."""
-    parts = []
-    for nbytes in sorted({*_FIXED_NBYTES.values()} - {each for each in _FIXED_NBYTES.values() if each < 0}):
-        codes = b"".join(b"\\x%02x" % code for code, each in _FIXED_NBYTES.items() if each == nbytes)
-        parts.append(b"[%s].{%d}" % (codes, nbytes))
-    return re.compile(b"(?:%s){0,4096}" % b"|".join(parts), re.DOTALL)
-
-
-_FIXED = _fixed_opcodes()
-
-
-def check_pickle(content: bytes) -> None:
-    """Raise ValueError for a pickle that would have its reader allocate more than a few times its own size."""
-    file, at = io.BytesIO(content), 0
-    while at < len(content):
-        start, at = at, _FIXED.match(content, at).end()  # type: ignore[union-attr]  # it matches nothing at least
-        if at > start:
-            continue
-        op = _OPCODES.get(content[at])
-        if op is None or op.name == "STOP":
-            return
-        file.seek(at + 1)
-        assert op.arg is not None
-        argument = op.arg.reader(file)  # which sees that as many bytes are there as it says
-        if op.name in _SIZED and argument > at:
-            raise ValueError(f"its memo would have {argument} places")
-        at = file.tell()
-
-
 class _Unpickler(pickle.Unpickler):
     """See [Note: A pickle from a stranger]. The classes are made for one reading, so nothing can be left on them."""
 
+    persistent_load = Tuple
+
     def __init__(self, content: bytes) -> None:
-        check_pickle(content)
-        super().__init__(io.BytesIO(content))
+        super().__init__(io.BytesIO(with_marked_tuples(content)))
         self.classes: dict[str, type[Value]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return Tuple
         if (module, name) == ("collections", "OrderedDict"):
             return dict
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if is_getattr(module, name):
+            return self._member
+        if (dtype := dtype_named(module, name)) is not None:
+            return dtype
         if name not in _MODULES.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint's metadata has")
         return self.classes.setdefault(name, type(name, (Value,), {}))
 
-    def persistent_load(self, pid: object) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to something outside")
+    def _member(self, cls: object = None, name: object = None, *_: object) -> Value:
+        """``getattr`` of the one enum that metadata has."""
+        member = dcp._MEM_FORMAT_ENCODING.__members__.get(name) if type(name) is str else None
+        if member is None or cls is not self.classes.get(_ENUM):
+            raise pickle.UnpicklingError(f"it names builtins.getattr, and asks for {reprlib.repr(name)}")
+        return self.classes[_ENUM](member.value)
 
 
 def _kind(value: object) -> str:
@@ -185,17 +142,54 @@ class Checkpoint:
     entries: dict[str, Entry]
     paths: dict[str, PathInDict]  # of each key in the nested dict that was saved
     file_sizes: dict[str, int]
+    identity: tuple[int, int]  # size and CRC-32 of its metadata
     framing: dict[str, int] = field(default_factory=dict)  # CRC-32 by file; empty where torch wrote the checkpoint
+    held: dict[str, BinaryIO] = field(default_factory=dict)  # files that stay open
 
     @property
     def has_checksums(self) -> bool:
         return bool(self.framing)
+
+    def __post_init__(self) -> None:
+        weakref.finalize(self, _close_all, self.held)
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Open files now, to read them whatever takes the checkpoint's place: as many as leave half of those that
+        the process may have open."""
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
+        for name in sorted({*names} - {*self.held})[: max(0, room - len(self.held))]:
+            self.held[name] = (self.folder / name).open("rb")
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[BinaryIO]:
+        """A file, to read at any place. Raises CheckpointError where it is gone."""
+        try:
+            if name in self.held:
+                yield self.held[name]
+            else:
+                with (self.folder / name).open("rb") as file:
+                    yield file
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            raise CheckpointError(
+                f"{self.folder / name}: gone while the checkpoint was read: if another took its place, read that"
+            ) from error
+
+    def close(self) -> None:
+        """Give back the files that are held."""
+        _close_all(self.held)
 
     @staticmethod
     def raw_entry(entry: TensorEntry) -> dcp.TensorStorageMetadata:
         """In the form that DCP plans with."""
         chunks = [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
         return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+
+
+def _close_all(files: dict[str, BinaryIO]) -> None:
+    while files:
+        files.popitem()[1].close()
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -205,7 +199,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     folder = locate(path)
     try:
-        return _Reader(folder).read()
+        with _no_collections():
+            return _Reader(folder).read()
     except CheckpointError:
         raise
     except OSError:
@@ -213,6 +208,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
     except Exception as error:
         # unpickling and the values found can fail in any way
         raise CheckpointError(f"{folder / METADATA}: damaged, or not written by DCP ({error})") from error
+
+
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python from looking for garbage among objects that are made by the hundred thousand and all needed."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Reader:
@@ -223,7 +230,8 @@ class _Reader:
 
     def read(self) -> Checkpoint:
         content = self._content()
-        checksums = _read_checksums(self.folder, content)
+        identity = len(content), zlib.crc32(content)
+        checksums, problem = _checksums(self.folder, identity, data_folders(content))
         metadata = _Unpickler(content).load()
         _require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
         _require(type(metadata.state_dict_metadata) is dict, "it has no entries")
@@ -234,12 +242,13 @@ class _Reader:
             _require(type(key) is str, f"a key is {type(key).__name__}")
             entries[key] = self._entry(key, value, stored)
         has_pieces = any(place is not None for _, _, _, place in stored.values())
-        if has_pieces and checksums is None:
-            raise CheckpointError(f"{self.folder}: {CHECKSUMS} is missing (an interrupted copy?)")
+        # a file of checksums that does not fit is of a checkpoint of ours that torch replaced with its own
+        if has_pieces and problem is not None:
+            raise problem
         if checksums is not None:
             self._check_files(checksums)
         framing = {name: info["framing_crc32"] for name, info in (checksums or {}).items() if name != METADATA}
-        return Checkpoint(self.folder, entries, _paths(metadata.planner_data, entries), self.sizes, framing)
+        return Checkpoint(self.folder, entries, _paths(metadata.planner_data, entries), self.sizes, identity, framing)
 
     def _content(self) -> bytes:
         size = (self.folder / METADATA).stat().st_size
@@ -276,6 +285,8 @@ class _Reader:
             _require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
             what = f"the place of {index.fqn}"
             _require(_kind(info) == "_StorageInfo", f"{what} is {_kind(info)}")
+            unknown = set(vars(info)) - _STORAGE_INFO
+            _require(not unknown, f"{what} has {reprlib.repr(unknown)}")
             _require(not info.transform_descriptors, f"{index.fqn} is compressed or encrypted")
             offset = None if index.offset is None else ints(index.offset, what)
             start, length = ints((info.offset, info.length), what)
@@ -339,7 +350,7 @@ def ints(values: object, what: str) -> tuple[int, ...]:
 
 def _shape(values: object, what: str) -> tuple[int, ...]:
     sizes = ints(values, what)
-    if len(sizes) > _MAX_DIMS or math.prod(sizes) >= 2**62:
+    if len(sizes) > MAX_DIMS or math.prod(sizes) >= 2**62:
         raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
     return sizes
 
@@ -394,7 +405,7 @@ def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict
         sound = sound and all(type(p) is str or (type(p) is int and 0 <= p < len(entries) + _MAX_GAPS) for p in path)
         if not sound:
             raise ValueError(f"the path of {key} in the dict is {reprlib.repr(path)}")
-        paths[key] = path
+        paths[key] = tuple(path)
     return paths
 
 
@@ -410,10 +421,22 @@ def checksums_content(metadata: bytes, files: dict[str, tuple[int, int]]) -> byt
     return json.dumps(text, indent=1).encode()
 
 
-def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
-    path = folder / CHECKSUMS
-    if not path.is_file():
-        return None
+def _checksums(
+    folder: Path, metadata: tuple[int, int], inner: list[str]
+) -> tuple[dict[str, Any] | None, CheckpointError | None]:
+    """What the file says that fits ``.metadata``, or what is wrong: in ``folder``, or where its data are."""
+    problem = CheckpointError(f"{folder}: {CHECKSUMS} is missing (an interrupted copy?)")
+    for name in (*inner, "."):
+        path = folder / name / CHECKSUMS
+        if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+            try:
+                return _read_checksums(folder, path, metadata), None
+            except CheckpointError as error:
+                problem = error
+    return None, problem
+
+
+def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int]) -> dict[str, Any]:
     try:
         _require(path.stat().st_size <= 2**30, "too large")
         content = json.loads(path.read_bytes())
@@ -430,8 +453,8 @@ def _read_checksums(folder: Path, metadata: bytes) -> dict[str, Any] | None:
         raise
     except Exception as error:
         raise CheckpointError(f"{path}: damaged ({error})") from error
-    if (own["size"], own["crc32"]) != (len(metadata), zlib.crc32(metadata)):
-        raise CheckpointError(f"{folder / METADATA}: damaged: its checksum is not the one in {CHECKSUMS}")
+    if (own["size"], own["crc32"]) != metadata:
+        raise CheckpointError(f"{folder / METADATA}: damaged: its checksum is not the one in {path}")
     return files
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +32,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def model_state(model: nn.Module) -> StateDict:
-    """The parameters and persistent buffers of ``model``, by the names that ``state_dict()`` gives them.
+    """The parameters and persistent buffers of ``model``, by the names that ``state_dict()`` gives them uncompiled.
 
     A parameter of a unit is a ``RangeTensor``: the elements that this rank's shard has, in the shard's memory. So
     ``torch.distributed.checkpoint.save({"model": model_state(model)}, ...)`` saves without any exchange of parameters,
@@ -39,6 +42,47 @@ def model_state(model: nn.Module) -> StateDict:
     is a sum over ranks.
     """
     return _model_state(model, as_saved=False)
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module at each of its places, by the prefix of the names in it."""
+    uncompiled = uncompiled_names(model)
+    for path, module in model.named_modules(remove_duplicate=False):
+        yield uncompiled(clean_name(f"{path}.")) if path else "", module
+
+
+def uncompiled_names(model: nn.Module) -> Callable[[str], str]:
+    """Takes the segments that torch.compile adds off names in ``model``; an ``_orig_mod`` of a user's module stays."""
+    eval_frame: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return lambda name: name  # nothing is compiled
+    modules = model.named_modules(remove_duplicate=False)
+    compiled = [path for path, module in modules if isinstance(module, eval_frame.OptimizedModule)]
+    prefixes = sorted((clean_name(f"{path}.") if path else "" for path in compiled), key=len, reverse=True)
+
+    def uncompiled(name: str) -> str:
+        for prefix in prefixes:
+            if name.startswith(f"{prefix}_orig_mod."):
+                name = prefix + name.removeprefix(f"{prefix}_orig_mod.")
+        return name
+
+    return uncompiled
+
+
+_COMPILED = re.compile(r"(?<![^.])_orig_mod\.")
+
+
+def uncompiled_keys(own: Iterable[str]) -> Callable[[str], str]:
+    """The same for names and keys in a checkpoint, whose model is not here. ``own``: the names that are wanted."""
+    kept = [name for name in own if _COMPILED.search(name)]
+
+    def uncompiled(key: str) -> str:
+        if "_orig_mod." not in key or any(f".{name}." in f".{key}." for name in kept):
+            return key
+        of_model, mark, of_module = key.partition(EXTRA_STATE)
+        return _COMPILED.sub("", of_model) + mark + of_module
+
+    return uncompiled
 
 
 @torch.no_grad()
@@ -137,8 +181,7 @@ def _in_order(
     of_module: dict[nn.Module, dict[str, Tensor]] = {}
     for (module, name), value in managed.items():
         of_module.setdefault(module, {})[name] = value
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = clean_name(f"{path}.") if path else ""
+    for prefix, module in named_modules(model):
         own = of_module.get(module, {})
         for name, param in module._parameters.items():
             if param is not None and name not in own and not is_flat_param_name(name):
@@ -171,9 +214,21 @@ def show_loaded(model: nn.Module) -> None:
             module._handle.reshard(True)
 
 
+def is_extra_state(key: str) -> bool:
+    return key.rpartition(".")[2] == EXTRA_STATE
+
+
+def extra_state_takers(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that take extra state, by its name."""
+    return {
+        prefix + EXTRA_STATE: module
+        for prefix, module in named_modules(model)
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+
+
 def set_extra_state(model: nn.Module, values: StateDict) -> None:
     """Hand extra state to the modules that it belongs to, by name."""
-    for path, module in model.named_modules(remove_duplicate=False):
-        name = (clean_name(f"{path}.") if path else "") + EXTRA_STATE
-        if name in values and type(module).set_extra_state is not nn.Module.set_extra_state:
+    for name, module in extra_state_takers(model).items():
+        if name in values:
             module.set_extra_state(values[name])

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
 
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
-from fsdp_c.checkpoint.model_state import part_value
+from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
 from fsdp_c.checkpoint.values import global_shape, is_in_parts, value_of_state
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding.sharded_module import units_of
@@ -28,11 +29,13 @@ from fsdp_c.state.state_dict_saving import split_shard
 
 def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
     """The parameters that an optimizer of ``model`` may hold; of a model without units too."""
+    uncompiled = uncompiled_names(model)
     if units_of(model):
-        return OptimParams(model).by_param
+        known = OptimParams(model).by_param
+        return {param: each._replace(fqns=tuple(map(uncompiled, each.fqns))) for param, each in known.items()}
     names: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters():
-        names.setdefault(param, clean_name(name))
+        names.setdefault(param, uncompiled(clean_name(name)))
     return {param: OptimParam(name, (name,), None, ()) for param, name in names.items()}
 
 
@@ -56,9 +59,10 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict
     """{"state": {fqn: {...}}, "param_groups": [...]}, tensors that are sharded as parameters are as ``RangeTensor``.
 
     The memory is the optimizer's own; see ``model_state``. Not collective: a rank has entries of what it holds.
-    Raises ValueError for state of another shape than its parameter's.
+    Raises ValueError for state that is not a parameter's own: of another shape, nested, or LBFGS's.
     """
     groups = _params_of(model, optimizer)
+    _refuse_shared(optimizer)
     state: dict[str, ParamState] = {}
     for param, known in (each for group in groups for each in group):
         for name, value in optimizer.state.get(param, {}).items():
@@ -70,13 +74,51 @@ def optim_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> StateDict
     }
 
 
+_REMEDY = "pass optimizer=None, and save optimizer.state_dict() of each rank in a file of its own"
+
+
+def _refuse_shared(optimizer: torch.optim.Optimizer) -> None:
+    """What is not the state of one parameter has no name in a checkpoint, and no place in another wrapping."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS) and optimizer.state:
+        raise ValueError(
+            f"{kind} has one state for all parameters, flattened, which cannot be saved by name: {_REMEDY}"
+        )
+    odd = [key for key, value in optimizer.state.items() if value and not isinstance(key, Tensor)]
+    if odd:
+        raise ValueError(
+            f"{kind} has state of {odd[:4]}, which are no parameters, and cannot be saved by name: {_REMEDY}"
+        )
+
+
+def _check_state(known: OptimParam, name: object, value: object) -> None:
+    """Raise ValueError for what DCP would take apart, or take from one rank where each has a tensor of its own."""
+    _, paths = flatten_state_dict({"": value})
+    own = isinstance(value, tuple) and known.module is not None and any(isinstance(one, Tensor) for one in value)
+    if own or not isinstance(name, str) or list(paths.values()) != [("",)]:
+        raise ValueError(
+            f"optimizer state {name!r} of {known.fqns[0]} is {type(value).__name__}: only tensors and single values "
+            f"under names that are text can be saved by parameter: {_REMEDY}"
+        )
+
+
 def _named(group: ParamGroup, params: Sequence[tuple[nn.Parameter, OptimParam]]) -> ParamGroup:
-    named = {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
-    return {**named, "params": [fqn for _, known in params for fqn in known.fqns]}
+    named: ParamGroup = {}
+    for name, value in group.items():
+        try:
+            named[name] = (
+                copy.deepcopy(value) if name != "params" else [fqn for _, known in params for fqn in known.fqns]
+            )
+        except Exception as error:
+            raise TypeError(
+                f"{name!r} of a group is {type(value).__qualname__}, which cannot be saved: {error}"
+            ) from error
+    return named
 
 
 def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> Iterator[tuple[str, object]]:
     """One state of a parameter, under the name of each original one that it stands for."""
+    _check_state(known, name, value)
     if known.module is None:
         yield known.fqns[0], value_of_state(value, param) if isinstance(value, Tensor) else value
     elif not isinstance(value, Tensor) or value.dim() == 0:
@@ -117,6 +159,7 @@ class OptimTarget:
         self.found = self._states()
         self._scalars = self._names_of_scalars()
         self.tensors: dict[str, Tensor] = {}  # to read into, by key
+        self.scalars: dict[str, Tensor] = {}  # those to read before anything is changed: what must agree, and groups'
         self.objects: dict[str, object] = {}  # read by key
         self.object_keys: list[str] = []
         self._state: dict[nn.Parameter, dict[str, Tensor | list[str]]] = {}
@@ -238,7 +281,7 @@ class OptimTarget:
         for key in keys:
             own = self.checkpoint.entries[key]
             assert isinstance(own, TensorEntry)
-            self.tensors[key] = torch.zeros(own.shape, dtype=own.dtype)
+            self.scalars[key] = torch.zeros(own.shape, dtype=own.dtype)
         return keys
 
     # ------------------------------------------------------------- groups
@@ -252,7 +295,7 @@ class OptimTarget:
                 found[key] = after or tuple(key.removeprefix(prefix).rpartition(".")[::2])
                 entry = self.checkpoint.entries[key]
                 if isinstance(entry, TensorEntry):
-                    self.tensors[key] = torch.zeros(entry.shape, dtype=entry.dtype)
+                    self.scalars[key] = torch.zeros(entry.shape, dtype=entry.dtype)
                 else:
                     self.object_keys.append(key)
         return found
@@ -261,9 +304,13 @@ class OptimTarget:
         """Each group of the optimizer and what was saved for it. Raises ValueError for other groups."""
         saved: dict[str | int, ParamGroup] = {}
         for key, (owner, *rest) in self._group_keys.items():
-            value = self.tensors[key] if key in self.tensors else self.objects[key]
-            _put(saved.setdefault(owner, {}), rest, value)
-        by_fqn = {fqn: group for group in saved.values() for fqn in group.get("params", ())} or saved
+            value = self.scalars[key] if key in self.scalars else self.objects[key]
+            if not rest:
+                raise CheckpointError(f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group")
+            set_element(saved.setdefault(owner, {}), tuple(rest), value)
+        own = [fqn for params in self.groups for _, known in params for fqn in known.fqns]
+        uncompiled = uncompiled_keys(own)
+        by_fqn = {uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())} or saved
         if not saved:
             return
         for index, (group, params) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
@@ -282,9 +329,12 @@ class OptimTarget:
     # ------------------------------------------------------------- taking over
 
     def check(self) -> None:
-        """Once objects have been read, and no tensor: raise ValueError for other groups."""
+        """Once objects and scalars have been read: raise ValueError for other groups, or for scalars that differ."""
         for _ in self._groups():
             pass
+        for own in self._state.values():
+            for value in own.values():
+                self._final(value)
 
     def apply(self) -> None:
         """Once everything has been read: the optimizer has the state that was saved, and no other."""
@@ -302,7 +352,7 @@ class OptimTarget:
         """A flat parameter has one value for all: it must be every original parameter's."""
         if not isinstance(value, list):
             return value
-        values = [self.tensors[key] if key in self.tensors else self.objects[key] for key in value]
+        values = [self.scalars[key] if key in self.scalars else self.objects[key] for key in value]
         for key, other in zip(value, values, strict=True):
             if type(other) is not type(values[0]) or not bool(other == values[0]):
                 raise ValueError(
@@ -310,11 +360,3 @@ class OptimTarget:
                     f"{values[0]}, {key} is {other}; load with use_orig_params=True"
                 )
         return values[0]
-
-
-def _put(target: dict[Any, Any], path: Sequence[str | int], value: object) -> None:
-    """Set a value of a nested dict; what was a list of tensors comes as a tuple of them."""
-    *above, last = path
-    for name in above:
-        target = target.setdefault(name, {})
-    target[last] = value

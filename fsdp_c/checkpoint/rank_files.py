@@ -4,14 +4,14 @@
 Such a file holds ShardedTensors or DTensors, which torch loads only within a process group, and by a pickle that may
 call anything. Here names of torch.distributed stand for empty classes, as they do for DCP's metadata (see [Note: A
 pickle from a stranger]); what they held says which part of a tensor each file has. Tensors are made by us, within the
-memory of their file, and all other names are refused.
+records of their file, and all other names are refused.
 """
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fsdp_c.checkpoint.archives import Archive, StoredByAddress, read_stored
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import Value, are_disjoint, check_pickle, ints
-from fsdp_c.checkpoint.storage import check_archive
+from fsdp_c.checkpoint.metadata import are_disjoint, ints
+from fsdp_c.checkpoint.pickles import Value, dtype_named, is_getattr
 from fsdp_c.sharding.traversal import FLAT_PARAM, is_flat_param_name
 
 _INERT = {
     ("torch", "device"),
-    ("__builtin__", "getattr"),
-    ("builtins", "getattr"),
     ("torch.serialization", "_get_layout"),
 }
 
@@ -67,79 +66,97 @@ class Sharded:
         state = self.state.state
         found = state[0] if isinstance(state, tuple) and state else None
         if not isinstance(found, list) or not all(isinstance(shard.tensor, Tensor) for shard in found):
-            raise ValueError(f"a {self.kind} that holds {found!r}")
+            raise ValueError(f"a {self.kind} that holds {reprlib.repr(found)}")
         return found
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> Tensor:
-    """A view of what the file has; its gradient's flag and hooks are left."""
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Tensor:
+    """A view of what the file has; its gradient's flag and hooks are left. Behind those may be another dtype."""
     if not isinstance(storage, torch.storage.TypedStorage):
         raise ValueError(f"a tensor made of {type(storage).__name__}")
     (offset,), size, stride = (ints(values, "a tensor") for values in ((offset,), size, stride))
-    numel = math.prod(size)
+    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
+    numel, available = math.prod(size), storage._untyped_storage.nbytes() // dtype.itemsize
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
-    if numel and not (numel <= storage._size() and last < storage._size()):
-        raise ValueError(f"a tensor of shape {size} and strides {stride} in {storage._size()} elements")
-    return torch.empty(0, dtype=storage.dtype).set_(storage._untyped_storage, offset, size, stride)
+    if numel and not (numel <= available and last < available):
+        shown = f"shape {reprlib.repr(size)} and strides {reprlib.repr(stride)}"
+        raise ValueError(f"a tensor of {shown} in {available} elements")
+    return torch.empty(0, dtype=dtype, device="meta").set_(storage._untyped_storage, offset, size, stride)
 
 
 class _Unpickler(pickle.Unpickler):
     """See [Note: One rank's file]. Classes and functions are made for one reading: nothing can be left on them."""
 
-    def __init__(self, file: Any, **_: Any) -> None:
-        content = file.read()
-        check_pickle(content)
-        super().__init__(io.BytesIO(content), encoding="utf-8")
+    def __init__(self, file: Any, **options: Any) -> None:
+        super().__init__(file, **options)
         self.classes: dict[tuple[str, str], Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if (dtype := dtype_named(module, name)) is not None:
+            return dtype
         return self.classes.setdefault((module, name), self._stand_in(module, name))
 
     def _stand_in(self, module: str, name: str) -> Any:
         known = {
             ("torch", "Size"): lambda sizes=(): tuple(sizes),
             ("torch._utils", "_rebuild_tensor_v2"): lambda *args: _tensor(*args),
+            ("torch._utils", "_rebuild_tensor_v3"): lambda *args: _tensor(*args),
             ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
             ("torch._tensor", "_rebuild_from_type_v2"): lambda *args: Sharded(*args),
             ("torch._utils", "_rebuild_wrapper_subclass"): lambda *_: None,
+            ("torch.storage", "UntypedStorage"): SimpleNamespace(dtype=torch.uint8),
         }
         if (module, name) in known:
             return known[module, name]
-        if (module, name) in (("__builtin__", "getattr"), ("builtins", "getattr")):
-            return lambda *_: type("Nested", (Value,), {})  # a class within a class
+        if module in ("torch", "torch.cuda") and name.endswith("Storage"):
+            return SimpleNamespace(dtype=torch.serialization.StorageType(name).dtype)
+        if is_getattr(module, name):
+            return self._inner
         if (module, name) == ("collections", "OrderedDict"):
             return type(name, (dict,), {})
         if module.startswith("torch.distributed.") or (module, name) in _INERT:
             return type(name, (Value,), {})
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no state dict has")
 
+    def _inner(self, cls: object = None, name: object = None, *_: object) -> type[Value]:
+        """``getattr`` of a class: a class within it, or a member of an enum. Neither is ever looked at."""
+        if not (isinstance(cls, type) and issubclass(cls, Value) and type(name) is str):
+            raise pickle.UnpicklingError(f"it names builtins.getattr, and asks for {reprlib.repr(name)}")
+        return type("Inner", (Value,), {})
 
-def load_rank_file(path: Path) -> dict[str, Any]:
-    """The state dict of one rank. CheckpointError for a file that has anything else, or is damaged."""
+
+class RankFile(NamedTuple):
+    """The state dict of one rank; its tensors stand for records of the file, see [Note: One view of an archive]."""
+
+    values: dict[str, Any]
+    archive: Archive
+
+
+def load_rank_file(path: Path) -> RankFile:
+    """CheckpointError for a file that has anything else than a state dict, or is damaged."""
     try:
-        check_archive(path)
-        reading = SimpleNamespace(Unpickler=_Unpickler, __name__=__name__)  # what torch asks of a pickle module
-        loaded = torch.load(path, "cpu", pickle_module=reading, weights_only=False, mmap=True)
+        archive = Archive(path)
+        loaded = archive.unpickle(_Unpickler)
+    except (CheckpointError, OSError):
+        raise
     except Exception as error:
         raise CheckpointError(f"{path}: cannot be read ({(str(error) or repr(error)).splitlines()[0]})") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
-    return loaded
+    return RankFile(loaded, archive)
 
 
 # ----------------------------------------------------------------- all files
 
 
-def put_together(key: str, values: Sequence[Sharded | None]) -> Parted:
-    """``values``: by rank. ValueError where they do not make one whole tensor."""
+def put_together(key: str, values: Sequence[Sharded | None], stored: StoredByAddress) -> Parted:
+    """``values``: by rank; ``stored``: what their tensors stand for. ValueError where they make no whole tensor."""
     there = [value for value in values if value is not None]
     first = there[0]
     if any((each.kind, each.shape, each.dtype) != (first.kind, first.shape, first.dtype) for each in there):
         raise ValueError(f"{key} has another shape or dtype in another file")
     parts: dict[tuple[int, ...], Part] = {}
-    for part in _local_shards(there) if first.kind == "ShardedTensor" else _dtensor_parts(key, values):
+    for part in _local_shards(there) if first.kind == "ShardedTensor" else _dtensor_parts(key, values, stored):
         if part.tensor.dtype != first.dtype or part.tensor.dim() != len(first.shape):
             raise ValueError(f"a part of {key} is {part.tensor.dtype} {tuple(part.tensor.shape)}")
         if part.tensor.numel():
@@ -164,17 +181,19 @@ def _local_shards(values: Sequence[Sharded]) -> Iterator[Part]:
             yield Part(ints(shard.metadata.shard_offsets, "a shard"), shard.tensor)
 
 
-def _dtensor_parts(key: str, values: Sequence[Sharded | None]) -> Iterator[Part]:
+def _dtensor_parts(key: str, values: Sequence[Sharded | None], stored: StoredByAddress) -> Iterator[Part]:
     """Of DTensors with one sharded dimension, of all ranks of their mesh."""
     at = 0
-    for local, dim in _in_mesh_order(key, values):
+    for local, dim in _in_mesh_order(key, values, stored):
         offsets = [0] * local.dim()
         if dim is not None:
             offsets[dim], at = at, at + local.shape[dim]
         yield Part(tuple(offsets), local)
 
 
-def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple[Tensor, int | None]]:
+def _in_mesh_order(
+    key: str, values: Sequence[Sharded | None], stored: StoredByAddress
+) -> Iterator[tuple[Tensor, int | None]]:
     """The local tensors of the first replica, and the dimension that is divided."""
     for rank, value in enumerate(values):
         if value is None or not isinstance(value.state._local_tensor, Tensor):
@@ -188,7 +207,7 @@ def _in_mesh_order(key: str, values: Sequence[Sharded | None]) -> Iterator[tuple
                 f"{key} is a DTensor of placements {kinds} on a mesh of {axes} in {len(values)} files; what can be put "
                 "together is one Shard, of the ranks of the mesh"
             )
-        if spec.mesh._rank_map.tolist() != list(range(len(values))):
+        if read_stored(spec.mesh._rank_map, stored).tolist() != list(range(len(values))):
             raise ValueError(f"{key} is on a mesh of other ranks than the files are of")
         replica = _replica(rank, axes, kinds)
         if replica == 0:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,26 +14,53 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from fsdp_c import _C
-from fsdp_c.checkpoint.folder import CheckpointError, check_target, discard, make_temporary
-from fsdp_c.checkpoint.metadata import BytesEntry, Entry, TensorEntry, read_checkpoint
-from fsdp_c.checkpoint.model_state import EXTRA_STATE, _model_state, model_state, set_extra_state, show_loaded
+from fsdp_c.checkpoint.folder import (
+    CheckpointError,
+    StrPath,
+    check_path,
+    check_target,
+    new_folder,
+    unless_replaced,
+)
+from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
+from fsdp_c.checkpoint.model_state import (
+    EXTRA_STATE,
+    _model_state,
+    extra_state_takers,
+    is_extra_state,
+    model_state,
+    set_extra_state,
+    show_loaded,
+    uncompiled_keys,
+)
+from fsdp_c.checkpoint.objects import pickled, plain
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
-from fsdp_c.checkpoint.storage import Reader, Report, Writer, item_nbytes, narrowed, read_nested, read_object
-from fsdp_c.checkpoint.values import LocalParts, as_held, mapped_tensors, whole_value
+from fsdp_c.checkpoint.storage import (
+    Reader,
+    Report,
+    Writer,
+    chunk_of,
+    item_nbytes,
+    narrowed,
+    read_nested,
+    read_object,
+)
+from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tensors, whole_value
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.common import tell
 from fsdp_c.tools import flight_recorder
 
 T = TypeVar("T")
-StrPath = str | os.PathLike[str]
 EXTRA = "extra"
+_TRIES = 100  # to find one checkpoint on all ranks, while others save
 
 
 @flight_recorder.phase(_C.RECORDER_SAVE)
@@ -50,47 +78,49 @@ def save(
     """Save the model, its optimizer and rank 0's ``extra`` as the folder ``path``, which torch's DCP reads too.
 
     Each rank writes its own shards from their memory; parameters are not gathered, and of replicas one is written. An
-    existing checkpoint is replaced once the new one is complete and on disk: see [Note: In place at once] in
-    fsdp_c/checkpoint/folder.py, also for what file systems must do. ``extra``: nested dicts and lists of tensors,
-    numbers, strings and other values that ``torch.load(weights_only=True)`` loads; keys become strings.
+    existing checkpoint is replaced once the new one is complete and on disk, and what else is in its folder stays: see
+    [Note: In place at once] in fsdp_c/checkpoint/folder.py, also for what file systems must do. ``extra``: nested dicts
+    and lists of tensors, numbers, strings and other values that ``torch.load(weights_only=True)`` loads; keys become
+    strings.
+
+    Names are those of the model as if it were not compiled. What is no tensor, in extra state of modules and groups of
+    the optimizer too, is read back before anything is replaced: see [Note: Names in a pickle] in
+    fsdp_c/checkpoint/objects.py. Scalars of numpy are saved as numbers.
 
     Plain tensors that hold parts of a larger one, by the attributes of DCP's ``CheckpointableTensor``, are saved and
     loaded as such in the model, its extra state and the optimizer; in ``extra`` rank 0 must have all parts, and
     ``load`` returns the whole. A parameter that is a part and that a unit divides besides is refused by name.
 
     Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the rank on
-    which something failed; the old checkpoint is then as it was.
+    which something failed, as where another job is saving to ``path``; the old checkpoint is then as it was. Raises
+    ValueError for an address such as "s3://bucket/run", FileExistsError for a file.
     """
-    path, ranks = Path(os.path.abspath(path)), _Ranks(process_group)
-    temporary: Path | None = None
+    target, ranks = Path(os.path.abspath(path)), _Ranks(process_group)
+    what = f"saving {target}"
+    with ExitStack() as stack:
 
-    def prepare() -> StateDict:
-        nonlocal temporary
-        state = _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
-        check_target(path)
-        temporary = make_temporary(path) if ranks.is_first else None
-        return state
+        def prepare() -> tuple[StateDict, Path | None]:
+            check_target(path)
+            state = _saved_state(model, optimizer, extra if ranks.is_first else None, model_key, optim_key)
+            return state, stack.enter_context(new_folder(target)) if ranks.is_first else None
 
-    try:
-        state, told = ranks.agree(f"saving {path}", prepare, lambda _: temporary)
+        (state, _), told = ranks.agree(what, prepare, lambda prepared: prepared[1])
         shown = progress and ranks.is_first
         with warnings.catch_warnings(), progress_bar("saving", shown) as (report, set_total):
-            writer = Writer(told[0], path, report)
+            writer = Writer(told[0], target, report)
             planner = _SavePlanner(set_total)
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            with flight_recorder.explained(f"saving {path}"):
-                dcp.save(
-                    state,
-                    storage_writer=writer,
-                    planner=planner,
-                    process_group=process_group,
-                    no_dist=not ranks.is_distributed,
-                )
-    except CheckpointException as failure:
-        raise _error(f"saving {path}", {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
-    finally:
-        if temporary is not None:
-            discard(temporary)  # it is there after a failure only
+            try:
+                with flight_recorder.explained(what):
+                    dcp.save(
+                        state,
+                        storage_writer=writer,
+                        planner=planner,
+                        process_group=process_group,
+                        no_dist=not ranks.is_distributed,
+                    )
+            except CheckpointException as failure:
+                raise _error(what, {rank: _text(one[0]) for rank, one in failure.failures.items()}) from None
 
 
 @flight_recorder.phase(_C.RECORDER_LOAD)
@@ -113,14 +143,28 @@ def load(
     over. An empty ``model_key`` means that the model's names stand at the top level.
 
     Collective over ``process_group`` (default: all ranks). Raises CheckpointError on every rank, naming the rank on
-    which something failed. Missing and misshapen entries are found before anything is changed; where data turn out to
-    be damaged, the model may have been loaded in part.
+    which something failed. Model, optimizer and its groups are then what they were on every rank, unless it was the
+    data of tensors, which are read into place, or a module's set_extra_state(): docs/reliability.md says what is left.
     """
-    path, ranks = Path(path), _Ranks(process_group)
-    what = f"loading {path}"
-    loading, _ = ranks.agree(what, lambda: _Loading(model, optimizer, path, model_key, optim_key, strict))
-    result, _ = ranks.agree(what, lambda: loading.run(progress and ranks.is_first))
-    return result
+    ranks = _Ranks(process_group)
+    what = f"loading {os.fspath(path)}"
+
+    def prepare() -> _Loading:
+        check_path(path)
+        make = functools.partial(_Loading, model, optimizer, Path(path), model_key, optim_key, strict)
+        return unless_replaced(Path(path), make)
+
+    for _ in range(_TRIES):
+        loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
+        if len(set(found)) == 1:
+            break
+        loading.checkpoint.close()
+    else:
+        raise CheckpointError(f"{what} failed: ranks found different checkpoints there, {_TRIES} times")
+    with closing(loading.checkpoint):
+        ranks.agree(what, lambda: loading.read_tensors(progress and ranks.is_first))
+    ranks.agree(what, loading.show)
+    return loading.finish()
 
 
 # ----------------------------------------------------------------- agreement
@@ -174,15 +218,29 @@ def _saved_state(
     model_key: str,
     optim_key: str,
 ) -> StateDict:
-    own = _model_state(model, as_saved=True)
+    own = _plain_values(_model_state(model, as_saved=True))
     state: StateDict = {model_key: own} if model_key else own
     if optimizer is not None:
-        state[optim_key] = optim_state(model, optimizer)
+        of_optimizer = optim_state(model, optimizer)
+        state[optim_key] = {
+            "state": {fqn: _plain_values(values) for fqn, values in of_optimizer["state"].items()},
+            "param_groups": [_plain_values(group) for group in of_optimizer["param_groups"]],
+        }
     if extra is not None:
         if not isinstance(extra, dict):
             raise TypeError(f"extra: expected a dict, got {type(extra).__name__}")
-        state[EXTRA] = mapped_tensors(EXTRA, extra, _whole_on_rank_0)
+        state[EXTRA] = _plain_values(mapped_tensors(EXTRA, extra, _whole_on_rank_0))
     return state
+
+
+def _plain_values(values: StateDict) -> StateDict:
+    made = {}
+    for name, value in values.items():
+        try:
+            made[name] = plain(value)
+        except RecursionError:
+            raise ValueError(f"{name} {TOO_DEEP}") from None
+    return made
 
 
 def _whole_on_rank_0(name: str, tensor: Tensor) -> Tensor:
@@ -201,6 +259,12 @@ class _SavePlanner(DefaultSavePlanner):
     def __init__(self, set_total: Report) -> None:
         super().__init__()
         self.set_total = set_total
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """What is pickled is read at once, before anything is published, as ``load`` will read it."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return pickled(object)
+        return super().transform_object(write_item, object)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self.set_total(sum(item_nbytes(item) for item in new_plan.items))
@@ -223,8 +287,9 @@ def progress_bar(title: str, shown: bool) -> Iterator[tuple[Report, Report]]:
 
 
 class _Loading:
-    """One ``load``: made, it has checked everything that can be known without reading tensors."""
+    """One ``load``: made, it has read and checked all but the tensors that lie in the model and the optimizer."""
 
+    @torch.no_grad()
     def __init__(
         self,
         model: nn.Module,
@@ -234,40 +299,58 @@ class _Loading:
         optim_key: str,
         strict: bool,
     ) -> None:
-        self.checkpoint = read_checkpoint(path)
         self.model = model
+        self.own = model_state(model)
+        self.checkpoint = read_checkpoint(path)
+        _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
-        self.nested: dict[
-            str, tuple[str, Any]
-        ] = {}  # modules' own state, by name: the key above it, and what it is now
+        self.nested: dict[str, tuple[str, Any]] = {}  # modules' own state by name: its key, and what it is now
         prefix = f"{model_key}." if model_key else ""
-        self._add_model(model, prefix, {prefix + EXTRA, *([f"{prefix}{optim_key}"] if not prefix else [])}, strict)
+        self._add_model(model, prefix, set() if prefix else {EXTRA, optim_key}, strict)
         self.optim = None
         if optimizer is not None:
             self.optim = OptimTarget(model, optimizer, self.checkpoint, optim_key, strict)
-            self.targets.update(self.optim.tensors)
+            self.targets.update(self.optim.tensors | self.optim.scalars)
         self.items = {key: self._read_items(key, target) for key, target in self.targets.items()}
+        if self.optim is not None:
+            self._read([item for key in self.optim.scalars for item in self.items.pop(key)])
+            self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
+            self.optim.check()
+        self.own_state = {n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()}
+        self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
+        items = (item for each in self.items.values() for item in each if item.lengths.numel())
+        self.checkpoint.hold(chunk_of(self.checkpoint, item).file for item in items)
 
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
-        expected = {prefix + name: value for name, value in model_state(model).items()}
+        expected = {prefix + name: value for name, value in self.own.items()}
         entries = self.checkpoint.entries
         missing, errors = [], []
+        own = {key: expected.pop(key) for key in [*expected] if is_extra_state(key)}
+        takers = {prefix + name for name in extra_state_takers(model)}
         for key, value in expected.items():
-            if key.endswith(EXTRA_STATE):
-                self.nested[key.removeprefix(prefix)] = (key, value)
-            elif key not in entries:
+            if key not in entries:
                 missing.append(key)
             elif error := _misfit(key, entries[key], value):
                 errors.append(error)
             else:
                 self.targets[key] = value
+        for key in dict.fromkeys([*own, *takers]):
+            held = own.get(key)
+            if any(each == key or each.startswith(f"{key}.") for each in entries):
+                if key in takers:
+                    self.nested[key.removeprefix(prefix)] = (key, held)
+                elif strict:
+                    errors.append(f"{key} is unexpected: the module that has it has no set_extra_state()")
+            elif key in takers and flatten_state_dict({key: held})[0]:  # {} was saved as nothing
+                missing.append(key)
         if strict:
             errors += [f"{key} is missing" for key in missing]
-            known = [*(f"{key}." for key in [*(key for key, _ in self.nested.values()), *others])]
+            known = {*expected, *own, *takers}
+            below = tuple(f"{key}." for key in {*own, *takers, *others})
             errors += [
                 f"{key} is unexpected"
                 for key in entries
-                if key.startswith(prefix) and key not in expected and not key.startswith(tuple(known))
+                if key.startswith(prefix) and key not in known and not key.startswith(below)
             ]
         if errors:
             shown = errors if len(errors) <= 16 else [*errors[:16], f"and {len(errors) - 16} more"]
@@ -284,20 +367,28 @@ class _Loading:
         return items
 
     @torch.no_grad()
-    def run(self, progress: bool) -> StateDict:
-        if self.optim is not None:
-            self.optim.objects = {key: self._object(key) for key in self.optim.object_keys}
-            self.optim.check()
+    def read_tensors(self, progress: bool) -> None:
+        """Into the model's and the optimizer's own memory: from here on they are changed."""
+        items = [item for each in self.items.values() for item in each]
         with progress_bar("loading", progress) as (report, set_total):
-            items = [item for each in self.items.values() for item in each if item.lengths.numel()]
             set_total(sum(item.lengths.numel() * self.targets[item.dest_index.fqn].itemsize for item in items))
-            Reader(self.checkpoint, report).read(items, self._memory)
+            self._read(items, report)
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Let modules use what was read, by functions of their own too."""
+        show_loaded(self.model)
+        set_extra_state(self.model, self.own_state)
+
+    @torch.no_grad()
+    def finish(self) -> StateDict:
+        """Once no rank can fail any more."""
         if self.optim is not None:
             self.optim.apply()
-        show_loaded(self.model)
-        own = {name: as_held(read_nested(self.checkpoint, key), held) for name, (key, held) in self.nested.items()}
-        set_extra_state(self.model, {name: value for name, value in own.items() if value is not None})
-        return read_nested(self.checkpoint, EXTRA) or {}
+        return self.extra
+
+    def _read(self, items: list[ReadItem], report: Report | None = None) -> None:
+        Reader(self.checkpoint, report).read([item for item in items if item.lengths.numel()], self._memory)
 
     def _memory(self, item: ReadItem) -> Tensor:
         target = find_tensor_shard(self.targets[item.dest_index.fqn], item.dest_index).detach()
@@ -307,6 +398,27 @@ class _Loading:
         entry = self.checkpoint.entries[key]
         assert isinstance(entry, BytesEntry)
         return read_object(self.checkpoint, key, entry)
+
+
+def _rename_uncompiled(checkpoint: Checkpoint, own: Iterable[str]) -> None:
+    """Give entries the names that they would have if the model that was saved had not been compiled."""
+    uncompiled = uncompiled_keys(own)
+    keys: dict[str, str] = {}
+    for key in checkpoint.entries:
+        new = key if key.startswith(f"{EXTRA}.") else uncompiled(key)
+        if new != key and new not in checkpoint.entries:
+            keys.setdefault(new, key)
+    renamed = {key: new for new, key in keys.items()}
+
+    def path_of(key: str, path: PathInDict) -> PathInDict:
+        if key not in renamed:
+            return path
+        names = next((index + 1 for index, each in enumerate(path) if EXTRA_STATE in str(each)), len(path))
+        return tuple(uncompiled(each) if isinstance(each, str) else each for each in path[:names]) + path[names:]
+
+    if renamed:
+        checkpoint.entries = {renamed.get(key, key): entry for key, entry in checkpoint.entries.items()}
+        checkpoint.paths = {renamed.get(key, key): path_of(key, path) for key, path in checkpoint.paths.items()}
 
 
 def _misfit(key: str, entry: Entry, value: Tensor) -> str | None:

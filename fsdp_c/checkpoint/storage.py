@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copyreg
+import enum
 import io
 import os
 import pickle
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,12 +15,20 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
+from fsdp_c.checkpoint import objects
+from fsdp_c.checkpoint.archives import check_archive
+from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, data_file, publish, write_file
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntry, checksums_content
 from fsdp_c.checkpoint.pieces import FileWriter, Place, in_memory, memory, read_data
 from fsdp_c.compat.aliases import StateDict
@@ -52,7 +60,8 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return [SavePlan(p.items, f"__{rank}_0.distcp", p.planner_data, p.usable) for rank, p in enumerate(plans)]
+        names = [data_file(self.temporary, self.path, rank) for rank in range(len(plans))]
+        return [SavePlan(p.items, name, p.planner_data, p.usable) for name, p in zip(names, plans, strict=True)]
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.path))
@@ -66,7 +75,8 @@ class Writer(StorageWriter):
         results: list[WriteResult] = []
         if plan.items:
             # exclusively: an existing file is another rank's
-            with (self.temporary / plan.storage_data).open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
+            path = self.temporary / Path(plan.storage_data).name
+            with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
                 results = _write_items(plan, planner, FileWriter(file), self.report)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -93,12 +103,13 @@ def finish_folder(
     stored: dict[MetadataIndex, _StorageInfo],
     files: dict[str, tuple[int, int]],
 ) -> None:
-    """Write what says where everything is, and put the folder in its place."""
+    """Write what says where everything is, and publish it. ``files`` are named as from the checkpoint's folder."""
     for name, (size, _) in files.items():
-        found = (temporary / name).stat().st_size if (temporary / name).exists() else None
+        written = temporary / Path(name).name
+        found = written.stat().st_size if written.exists() else None
         if found != size:
             raise CheckpointError(
-                f"{temporary / name}: {size} bytes were written by its rank, and rank 0 finds "
+                f"{written}: {size} bytes were written by its rank, and rank 0 finds "
                 f"{'no file' if found is None else found}: {path.parent} must be on a file system that all ranks share"
             )
     metadata.storage_data = stored
@@ -113,7 +124,7 @@ def _pickled(metadata: Metadata) -> bytes:
     """For every torch from 2.10: since 2.15 ``TensorProperties`` has one value more, which older ones refuse."""
     content = io.BytesIO()
     pickler = pickle.Pickler(content, protocol=4)
-    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced}
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced, _MEM_FORMAT_ENCODING: _by_value}
     pickler.dump(metadata)
     return content.getvalue()
 
@@ -121,6 +132,11 @@ def _pickled(metadata: Metadata) -> bytes:
 def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
     state = properties.__getstate__()
     return copyreg.__newobj__, (TensorProperties,), state[:5]  # type: ignore[attr-defined]  # typeshed leaves __newobj__ out
+
+
+def _by_value(member: enum.Enum) -> tuple[Any, ...]:
+    """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should make."""
+    return type(member), (member.value,)
 
 
 def _write_items(plan: SavePlan, planner: SavePlanner, writer: FileWriter, report: Report) -> list[WriteResult]:
@@ -201,19 +217,6 @@ def _torch_load_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chun
     return loaded
 
 
-def is_archive(path: Path) -> bool:
-    """Whether a file begins like a zip archive, as torch.save has written since 1.6."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\3\4"
-
-
-def check_archive(file: Path | BinaryIO) -> None:
-    """Raise ValueError for a zip archive whose members need more memory than they take in the file."""
-    with zipfile.ZipFile(file) as archive:
-        if any(each.compress_type != zipfile.ZIP_STORED for each in archive.infolist()):
-            raise ValueError("it holds compressed data, which torch.save does not write")
-
-
 def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
     file.seek(start)
     content = file.read(length)
@@ -225,15 +228,15 @@ def _blob(what: str, file: BinaryIO, start: int, length: int) -> bytes:
 def _torch_load(what: str, content: bytes) -> Any:
     try:
         check_archive(io.BytesIO(content))
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return objects.load(content)
     except Exception as error:
-        raise CheckpointError(f"{what} cannot be read ({(str(error) or repr(error)).splitlines()[0]})") from error
+        raise CheckpointError(f"{what} cannot be read ({objects.reason(error)})") from error
 
 
 def read_object(checkpoint: Checkpoint, key: str, entry: BytesEntry) -> Any:
-    """Read an object of the types that ``torch.load(weights_only=True)`` allows."""
+    """Read an object, without running code: see [Note: Names in a pickle]."""
     what = f"{checkpoint.folder / entry.file}: {key}"
-    with (checkpoint.folder / entry.file).open("rb") as file:
+    with checkpoint.open(entry.file) as file:
         if entry.place is None:
             return _torch_load(what, _blob(what, file, entry.start, entry.length))
         content = bytearray(entry.place.nbytes)
@@ -248,7 +251,7 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
     assert isinstance(entry, TensorEntry)
     whole: Tensor | None = None
     for chunk in sorted(entry.chunks, key=lambda chunk: (chunk.file, chunk.start)):
-        with (checkpoint.folder / chunk.file).open("rb") as file:
+        with checkpoint.open(chunk.file) as file:
             part = read_chunk(checkpoint, key, entry, chunk, file)
         if chunk.sizes == entry.shape:
             return part
@@ -258,17 +261,28 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
     return torch.zeros(entry.shape, dtype=entry.dtype) if whole is None else whole
 
 
+def keys_below(checkpoint: Checkpoint, root: str) -> list[str]:
+    """The keys of what was saved as ``root``."""
+    return [key for key in checkpoint.entries if key == root or key.startswith(f"{root}.")]
+
+
 def read_nested(checkpoint: Checkpoint, root: str) -> Any:
     """What was saved as ``root``: one value, or a nested dict of them; None for nothing."""
     result: StateDict = {}
-    for key, entry in checkpoint.entries.items():
-        if key != root and not key.startswith(f"{root}."):
-            continue
+    for key in keys_below(checkpoint, root):
+        entry = checkpoint.entries[key]
         value = read_tensor(checkpoint, key) if isinstance(entry, TensorEntry) else read_object(checkpoint, key, entry)
         path = checkpoint.paths[key]
         depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
         set_element(result, ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])), value)
     return result.get("")
+
+
+def chunk_of(checkpoint: Checkpoint, item: ReadItem) -> Chunk:
+    """Where it is read from."""
+    entry, index = checkpoint.entries[item.storage_index.fqn], item.storage_index.index
+    assert isinstance(entry, TensorEntry) and index is not None
+    return entry.chunks[index]
 
 
 class Reader:
@@ -284,19 +298,14 @@ class Reader:
         for item in items:
             assert item.type == LoadItemType.TENSOR and item.storage_index.index is not None
             by_chunk.setdefault((item.storage_index.fqn, item.storage_index.index), []).append(item)
-        chunks = [(self._chunk(*where), where, wanted) for where, wanted in by_chunk.items()]
+        chunks = [(chunk_of(self.checkpoint, wanted[0]), where, wanted) for where, wanted in by_chunk.items()]
         by_file: dict[str, list[tuple[Chunk, tuple[str, int], list[ReadItem]]]] = {}
         for each in sorted(chunks, key=lambda each: each[0].start):
             by_file.setdefault(each[0].file, []).append(each)
         for name, parts in by_file.items():
-            with (self.checkpoint.folder / name).open("rb") as file:
+            with self.checkpoint.open(name) as file:
                 for chunk, (key, _), wanted in parts:
                     self._read_one(key, chunk, [(item, target_of(item)) for item in wanted], file)
-
-    def _chunk(self, key: str, index: int) -> Chunk:
-        entry = self.checkpoint.entries[key]
-        assert isinstance(entry, TensorEntry)
-        return entry.chunks[index]
 
     def _read_one(self, key: str, chunk: Chunk, wanted: list[tuple[ReadItem, Tensor]], file: BinaryIO) -> None:
         entry = self.checkpoint.entries[key]

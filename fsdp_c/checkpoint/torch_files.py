@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import math
 import re
-import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _weights_only_unpickler
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from fsdp_c.checkpoint import objects
+from fsdp_c.checkpoint.archives import Archive, StoredByAddress, is_archive, is_within, open_file, read_stored
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict, strides_fit
+from fsdp_c.checkpoint.pickles import check_pickle, check_values
 from fsdp_c.checkpoint.rank_files import Parted, Shape, Sharded, flat_places, is_flat, load_rank_file, put_together
 from fsdp_c.checkpoint.sources import Info
-from fsdp_c.checkpoint.storage import check_archive, is_archive, narrowed
+from fsdp_c.checkpoint.storage import narrowed
 
-
-def is_held(value: Tensor) -> bool:
-    """Whether a tensor's storage has room for all of its elements; it has none for expanded ones."""
-    return value.layout == torch.strided and (value.is_meta or value.nbytes <= value.untyped_storage().nbytes())
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files of before 1.6 begin
 
 
 def holds_parts(path: Path) -> bool:
     """Whether a file holds one rank's part of a sharded state dict."""
     if not is_archive(path):
         return False
+    described = _opened(path).pickled
+    return b"torch.distributed._shard" in described or b"torch.distributed.tensor" in described
+
+
+def _opened(path: Path) -> Archive:
     try:
-        check_archive(path)
-        with zipfile.ZipFile(path) as archive:
-            described = b"".join(archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl"))
+        return Archive(path)
+    except (CheckpointError, OSError):
+        raise
     except Exception as error:
         raise CheckpointError(f"{path}: {_reason(error)}") from error
-    return b"torch.distributed._shard" in described or b"torch.distributed.tensor" in described
 
 
 def in_order(files: Sequence[Path]) -> list[Path]:
@@ -43,69 +46,84 @@ def in_order(files: Sequence[Path]) -> list[Path]:
     return sorted(files, key=lambda path: ([int(each) for each in re.findall(r"[0-9]+", path.stem)[-1:]], path.name))
 
 
-def archive_problems(path: Path) -> Iterator[str]:
-    if not is_archive(path):
-        return
-    with zipfile.ZipFile(path) as archive:  # opening the source has checked this already
-        for name in archive.namelist():
-            try:
-                with archive.open(name) as member:
-                    while member.read(2**20):
-                        pass
-            except Exception:  # each kind of damage raises an exception of its own
-                yield f"{path}: {name.split('/', 1)[-1]} is damaged: its checksum does not match"
-
-
 class TorchSource:
     """A file of ``torch.save``: a full state dict, or nested dicts of several."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.kind = "torch.save"
+        self.archive = _opened(path) if is_archive(path) else None
+        self.kind = "torch.save" if self.archive else "torch.save of before 1.6, which is read into memory as a whole"
         loaded = self._load()
         if isinstance(loaded, Tensor) or not isinstance(loaded, dict):
             raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
-        self.values, paths = flatten_state_dict(loaded)
+        self.stored: StoredByAddress = self.archive.stored if self.archive else {}
+        self.values, paths = _flattened(loaded, path)
         for key, value in self.values.items():
-            if isinstance(value, Tensor) and not is_held(value):
-                raise CheckpointError(f"{path}: {key} is sparse, or has more elements than the file")
+            if isinstance(value, Tensor) and not is_within(value, self.stored):
+                raise CheckpointError(f"{path}: {key} is sparse or quantized, or has more elements than the file")
         self.entries = {
             key: Info(paths[key], tuple(value.shape), value.dtype) if isinstance(value, Tensor) else Info(paths[key])
             for key, value in self.values.items()
         }
 
     def _load(self) -> Any:
-        archive = is_archive(self.path)
-        if not archive:
-            self.kind += " of before 1.6, which is read into memory as a whole"
         try:
-            if archive:
-                check_archive(self.path)
-            # memory-mapped, so that tensors take memory only while in use
-            return torch.load(self.path, map_location="cpu", weights_only=True, mmap=archive or None)
+            with objects.names_known():
+                if self.archive:
+                    return objects.plain_arrays(self.archive.unpickle(_weights_only_unpickler.Unpickler))
+                return objects.plain_arrays(_load_legacy(self.path))
+        except (CheckpointError, OSError):
+            raise
         except Exception as error:
             raise CheckpointError(f"{self.path}: {_reason(error)}") from error
+        finally:
+            torch._utils._sparse_tensors_to_validate.clear()  # which the next torch.load would look at
 
     def read(self, key: str) -> Any:
-        return self.values[key]
+        return read_stored(self.values[key], self.stored)
 
     def problems(self) -> Iterator[str]:
-        return archive_problems(self.path)
+        return self.archive.problems() if self.archive else iter(())
 
     def same_memory(self) -> dict[str, str]:
         """The tensors that share memory with another one, by name."""
-        first: dict[tuple[int, torch.Size, tuple[int, ...]], str] = {}
+        first: dict[tuple[int, int, torch.Size, tuple[int, ...]], str] = {}
         shared: dict[str, str] = {}
         for key, value in self.values.items():
-            if isinstance(value, Tensor) and value.nbytes and not value.is_meta:
-                other = first.setdefault((value.data_ptr(), value.shape, value.stride()), key)
+            storage = value.untyped_storage()._cdata if isinstance(value, Tensor) and value.nbytes else None
+            if storage is not None and (not value.is_meta or storage in self.stored):
+                other = first.setdefault((storage, value.storage_offset(), value.shape, value.stride()), key)
                 shared |= {key: other} if other != key else {}
         return shared
 
 
+def _load_legacy(path: Path) -> Any:
+    with open_file(path) as file:
+        _require_legacy(file.read())
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _require_legacy(content: bytes) -> None:
+    """Raise ValueError for what is no file of torch.save; torch would unpack a tar archive as well."""
+    if not content.startswith(_LEGACY):
+        raise ValueError("not a file of torch.save")
+    for _ in range(5):  # a magic number, a version, the machine, the values, the names of their storages
+        length = check_pickle(content)
+        check_values(content[:length])
+        content = content[length:]
+
+
+def _flattened(loaded: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, PathInDict]]:
+    try:
+        return flatten_state_dict(loaded)
+    except (RecursionError, ValueError) as error:
+        raise CheckpointError(f"{path}: {_reason(error)}") from error
+
+
 def _reason(error: Exception) -> str:
     text = str(error)
-    if "weights_only" in text or "Unsupported" in text:
+    if "weights_only" in text or "nsupported" in text:
         first = next((line for line in text.splitlines() if "GLOBAL" in line or "nsupported" in line), "")
         return f"holds objects that may run code when loaded, and was not loaded ({first.strip()})"
     return f"cannot be read ({text.splitlines()[0] if text else type(error).__name__})"
@@ -121,8 +139,20 @@ class RankFilesSource:
             if not is_archive(file):
                 raise CheckpointError(f"{file}: not a file of torch.save")
         self.kind = f"torch.save, {len(files)} file{'s' if len(files) > 1 else ''}"
-        flattened = [flatten_state_dict(load_rank_file(file)) for file in self.files]
+        self.archives: list[Archive] = []
+        self.stored: StoredByAddress = {}
+        flattened = []
+        for file in self.files:
+            values, archive = load_rank_file(file)
+            self.archives.append(archive)
+            self.stored |= archive.stored
+            flattened.append(_flattened(values, file))
         self.contents = [values for values, _ in flattened]
+        self.places = {
+            key: [file for file, values in zip(self.files, self.contents, strict=True) if key in values]
+            for values in self.contents
+            for key in values
+        }
         self.values: dict[str, Any] = {}
         self.entries: dict[str, Info] = {}
         paths = {key: path for _, each in flattened for key, path in each.items()}
@@ -130,7 +160,7 @@ class RankFilesSource:
         if not sharded and len(paths) != sum(map(len, self.contents)):
             raise CheckpointError(f"{path}: {len(files)} files with state dicts that are not sharded; name one of them")
         try:
-            self.flat_memory = self._flat_memory()
+            self.flat_storages = self._flat_storages()
             for key in paths:
                 self._add(key, paths[key])
         except CheckpointError:
@@ -142,7 +172,7 @@ class RankFilesSource:
         values = [content.get(key) for content in self.contents]
         first = next(content[key] for content in self.contents if key in content)
         if isinstance(first, Sharded):
-            self.values[key] = value = put_together(key, values)
+            self.values[key] = value = put_together(key, values, self.stored)
             if math.prod(value.shape) * value.dtype.itemsize > sum(file.stat().st_size for file in self.files):
                 raise ValueError(f"{key} is larger than all files")
             self.entries[key] = Info(path, value.shape, value.dtype)
@@ -157,24 +187,23 @@ class RankFilesSource:
     def _is_view(self, values: Sequence[Any]) -> bool:
         """Whether tensors are the ranks' own parts of a parameter that is in a flat one (use_orig_params=True)."""
         tensors = [value for value in values if isinstance(value, Tensor)]
-        in_flat = any(start <= each.data_ptr() < end for each in tensors for start, end in self.flat_memory)
-        return bool(self.flat_memory) and (in_flat or len({each.shape for each in tensors}) > 1)
+        in_flat = any(each.untyped_storage()._cdata in self.flat_storages for each in tensors)
+        return bool(self.flat_storages) and (in_flat or len({each.shape for each in tensors}) > 1)
 
-    def _flat_memory(self) -> list[tuple[int, int]]:
+    def _flat_storages(self) -> set[int]:
         values = [value for each in self.contents for key, value in each.items() if is_flat(key)]
         flats = [value for value in values if isinstance(value, Sharded)]
-        storages = [shard.tensor.untyped_storage() for value in flats for shard in value.shards]
-        return [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        return {shard.tensor.untyped_storage()._cdata for value in flats for shard in value.shards}
 
     def read(self, key: str) -> Any:
         value = self.values[key]
         if not isinstance(value, Parted):
-            return value
+            return read_stored(value, self.stored)
         if len(value.parts) == 1:
-            return value.parts[0].tensor
+            return read_stored(value.parts[0].tensor, self.stored)
         whole = torch.zeros(value.shape, dtype=value.dtype)
         for part in value.parts:
-            narrowed(whole, part.offsets, part.tensor.shape).copy_(part.tensor)
+            narrowed(whole, part.offsets, part.tensor.shape).copy_(read_stored(part.tensor, self.stored))
         return whole
 
     def read_range(self, key: str, start: int, numel: int) -> Tensor:
@@ -183,12 +212,13 @@ class RankFilesSource:
         for (offset,), tensor in self.values[key].parts:
             low, high = max(start, offset), min(start + numel, offset + tensor.numel())
             if low < high:
-                whole[low - start : high - start] = tensor[low - offset : high - offset]
+                part = tensor[low - offset : high - offset]
+                whole[low - start : high - start] = read_stored(part, self.stored)
         return whole
 
     def problems(self) -> Iterator[str]:
-        for file in self.files:
-            yield from archive_problems(file)
+        for archive in self.archives:
+            yield from archive.problems()
 
 
 class NamedSource:

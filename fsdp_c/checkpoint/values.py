@@ -225,17 +225,28 @@ def in_box(local: Tensor, shape: Sequence[int], box: Box | None, is_replica: boo
     return RangeTensor(flat, shape, 0, order, box, is_replica)
 
 
+TOO_DEEP = "is nested too deeply to be saved, or holds itself"
+
+
 def mapped_tensors(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
     """``value`` with ``function``, given names and tensors, applied to those in nested dicts and lists.
 
-    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object.
+    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object, ValueError for a
+    dict or list that holds itself.
     """
+    try:
+        return _mapped(name, value, function)
+    except RecursionError:
+        raise ValueError(f"{name} {TOO_DEEP}") from None
+
+
+def _mapped(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
     if isinstance(value, Tensor):
         return function(name, value)
     if isinstance(value, dict):
-        return {key: mapped_tensors(f"{name}.{key}", one, function) for key, one in value.items()}
+        return {key: _mapped(f"{name}.{key}", one, function) for key, one in value.items()}
     if isinstance(value, list):
-        return [mapped_tensors(f"{name}.{index}", one, function) for index, one in enumerate(value)]
+        return [_mapped(f"{name}.{index}", one, function) for index, one in enumerate(value)]
     if isinstance(value, tuple) and any(isinstance(one, Tensor) and is_in_parts(one) for one in value):
         raise NotImplementedError(f"{name}: a part of a tensor in a tuple, which is saved as one object: use a list")
     return value

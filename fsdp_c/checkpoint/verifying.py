@@ -18,7 +18,7 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
         try:
             if isinstance(entry, TensorEntry):
                 for chunk in entry.chunks:
-                    with (checkpoint.folder / chunk.file).open("rb") as file:
+                    with checkpoint.open(chunk.file) as file:
                         read_chunk(checkpoint, key, entry, chunk, file)
             else:
                 read_object(checkpoint, key, entry)
@@ -31,7 +31,7 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _crc32_of(checkpoint: Checkpoint, name: str, ranges: list[tuple[int, int]]) -> int:
     crc32 = 0
-    with (checkpoint.folder / name).open("rb") as file:
+    with checkpoint.open(name) as file:
         for start, end in ranges:
             file.seek(start)
             while start < end:

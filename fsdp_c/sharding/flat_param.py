@@ -130,9 +130,20 @@ def _is_truly_contiguous(tensor: torch.Tensor, stride: tuple[int, ...]) -> bool:
     return (not stride or stride[-1] == 1) and tensor.is_contiguous()
 
 
-def _memory_order(param: torch.Tensor) -> torch.Tensor:
-    """The elements of ``param`` in the order they have in memory, 1-D, without a copy."""
-    data = param.detach()
+def _without_gaps(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a contiguous copy where it has gaps in memory, as a slice of a larger one has, or elements that
+    share memory."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
+        if size != 1 and stride != expected and tensor.numel():
+            return tensor.detach().contiguous()
+        expected *= size
+    return tensor
+
+
+def _memory_order(dense: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without gaps in the order they have in memory, 1-D, without a copy."""
+    data = dense.detach()
     return data.view(-1) if _is_truly_contiguous(data, data.stride()) else data.as_strided((data.numel(),), (1,))
 
 
@@ -295,10 +306,11 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             self.uses_sharded_strategy,
         )
         shapes = [param.shape for param in found.params]
-        strides = [param.stride() for param in found.params]
-        contiguities = [_is_truly_contiguous(*each) for each in zip(found.params, strides, strict=True)]
+        dense = [_without_gaps(param) for param in found.params]
+        strides = [param.stride() for param in dense]
+        contiguities = [_is_truly_contiguous(*each) for each in zip(dense, strides, strict=True)]
         requires_grad = any(param.requires_grad for param in found.params)
-        shard = _own_part(found.params, layout)
+        shard = _own_part(dense, layout)
         if offload_params and device.type != "cpu" and shard.device.type != "meta":
             shard = shard.cpu().pin_memory()
         flat_param = FlatParameter(shard, requires_grad)
@@ -550,7 +562,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
     @staticmethod
     def _get_unpadded_shard(tensor: torch.Tensor, rank: int, world_size: int) -> tuple[torch.Tensor, int]:
         """What ``rank`` holds of ``tensor``, a 1-D view, and how many elements of padding follow."""
-        flat = _memory_order(tensor)
+        flat = _memory_order(_without_gaps(tensor))
         step = -(-flat.numel() // world_size)
         start = min(rank * step, flat.numel())
         part = flat.narrow(0, start, min(step, flat.numel() - start))

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_c.compat.aliases import OptimInput
 from fsdp_c.sharding import common
+from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
 from fsdp_c.sharding.traversal import clean_name, joined, named_params
 
@@ -57,8 +58,9 @@ class OptimParams:
             raise AssertionError("Not all FSDP modules have the same _use_orig_params value")
         self.all_units = [module for _, module in modules]
         self.units = [module for module in self.all_units if module._handle is not None]
+        self._shown: dict[torch.Tensor, nn.Parameter] = {}
         managed = self._managed(modules)
-        self.raw_names = named_params(model)
+        self.raw_names = {name: self.original(param) for name, param in named_params(model).items()}
         self.by_param = {
             param: managed.get(param) or OptimParam(clean_name(name), (clean_name(name),), None, ())
             for name, param in self.raw_names.items()
@@ -71,14 +73,21 @@ class OptimParams:
                 continue
             flat_param = module._handle.flat_param
             prefix = clean_name(f"{path}.") if path else ""
-            fqns = [prefix + param.fqn for param in common.managed_params(module._handle)[: flat_param._num_params]]
+            params = common.managed_params(module._handle)[: flat_param._num_params]
+            fqns = [prefix + param.fqn for param in params]
             if self.use_orig_params:
-                for index, (param, fqn) in enumerate(zip(flat_param._params or (), fqns, strict=True)):
+                originals = flat_param._params or []
+                for index, (param, fqn) in enumerate(zip(originals, fqns, strict=True)):
                     found[param] = OptimParam(fqn, (fqn,), module, (index,))
+                self._shown |= _shown_for(params, originals)
             else:
                 name = clean_name(joined(path, module._flat_param_name))
                 found[flat_param] = OptimParam(name, tuple(fqns), module, tuple(range(len(fqns))))
         return found
+
+    def original(self, param: nn.Parameter) -> nn.Parameter:
+        """What an optimizer holds: between a forward and its backward modules may show views of gathered parameters."""
+        return self._shown.get(param, param)
 
     @functools.cached_property
     def by_fqn(self) -> dict[str, tuple[nn.Parameter, OptimParam]]:
@@ -102,7 +111,14 @@ class OptimParams:
             held = [param for group in optim.param_groups for param in group["params"]]
         else:
             held = params_of_input(self.model if optim_input is None else optim_input)
-        return dict(enumerate(dict.fromkeys(held)))
+        return dict(enumerate(dict.fromkeys(map(self.original, held))))
+
+
+def _shown_for(params: Sequence[ManagedParam], originals: Sequence[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:
+    shown = [
+        (param.module._parameters.get(param.name), original) for param, original in zip(params, originals, strict=True)
+    ]
+    return {value: original for value, original in shown if value is not None and value is not original}
 
 
 def params_of_input(optim_input: OptimInput | nn.Module) -> list[nn.Parameter]:
@@ -138,7 +154,9 @@ def _group_params(params: Any) -> Iterable[nn.Parameter]:
 def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
     """The one name of each parameter of a model, wrapped or not. Raises RuntimeError for one with several."""
     names: dict[nn.Parameter, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    params = OptimParams(model) if units_with_paths(model) else None
+    for name, shown in model.named_parameters(remove_duplicate=False):
+        param = params.original(shown) if params else shown
         if param in names:
             raise RuntimeError(
                 "Each parameter should only map to one parameter name but got "
@@ -146,7 +164,7 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
                 "state of shared parameters can be keyed by ids only"
             )
         names[param] = clean_name(name)
-    known = _flat_names(model)
+    known = _flat_names(params)
     for param in names:
         if param in known and len(known[param]) != 1:
             raise RuntimeError(
@@ -157,7 +175,7 @@ def names_of_params(model: nn.Module) -> dict[nn.Parameter, str]:
     return {param: known[param][0] if param in known else name for param, name in names.items()}
 
 
-def _flat_names(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
-    if not units_with_paths(model):
+def _flat_names(params: OptimParams | None) -> dict[nn.Parameter, tuple[str, ...]]:
+    if params is None:
         return {}
-    return {param: known.fqns for param, known in OptimParams(model).by_param.items() if known.module is not None}
+    return {param: known.fqns for param, known in params.by_param.items() if known.module is not None}

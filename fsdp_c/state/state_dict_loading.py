@@ -59,6 +59,11 @@ def is_full(module: ShardedModule) -> bool:
     return whole or module._state_dict_type == StateDictType.FULL_STATE_DICT
 
 
+def _is_local(module: ShardedModule) -> bool:
+    """Whether the unit loads its flat parameter's part, in its own turn; also inside one that loads whole tensors."""
+    return not is_full(module) and module._state_dict_type == StateDictType.LOCAL_STATE_DICT
+
+
 def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> list[Mark]:
     """Check and load what can be before the modules do, for this unit and those inside it. Collective.
 
@@ -71,7 +76,9 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
     if all(isinstance(mark, Mark) for mark in marks):
         return marks
     fsdp_modules = [
-        (prefix + clean_name(f"{path}.") if path else prefix, inner) for path, inner in units_with_paths(fsdp_module)
+        (prefix + clean_name(f"{path}.") if path else prefix, inner)
+        for path, inner in units_with_paths(fsdp_module)
+        if not _is_local(inner)
     ]
     check_entries(fsdp_module, state_dict, prefix)
     if any(_transforms_on_load(module) for module in fsdp_module.modules()):
@@ -294,26 +301,27 @@ def _shape(value: Tensor) -> torch.Size:
 
 
 def _expected_shapes(fsdp_module: ShardedModule, prefix: str) -> Iterator[tuple[str, torch.Size]]:
-    """Names and full shapes below a unit, except below modules that transform what they load."""
-    managed: dict[nn.Module, dict[str, torch.Size]] = {}
+    """Names and full shapes below a unit, except of local values and below modules that transform what they load."""
+    managed: dict[nn.Module, dict[str, torch.Size | None]] = {}
     for inner in units_of(fsdp_module):
         for param in common.managed_params(inner._handle):
-            managed.setdefault(param.module, {})[param.name] = param.shape
+            managed.setdefault(param.module, {})[param.name] = None if _is_local(inner) else param.shape
     pending: list[tuple[str, nn.Module]] = [("", fsdp_module)]
     while pending:
         path, module = pending.pop()
         if _transforms_on_load(module):
             continue
         for name, shape in _own_shapes(module, managed.get(module, {})).items():
-            yield prefix + path + name, shape
+            if shape is not None:
+                yield prefix + path + name, shape
         pending.extend(
             (clean_name(f"{path}{name}."), child) for name, child in module._modules.items() if child is not None
         )
 
 
-def _own_shapes(module: nn.Module, managed: dict[str, torch.Size]) -> dict[str, torch.Size]:
+def _own_shapes(module: nn.Module, managed: dict[str, torch.Size | None]) -> dict[str, torch.Size | None]:
     """Full shapes of a module's own parameters and persistent buffers."""
-    shapes = {}
+    shapes: dict[str, torch.Size | None] = {}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         if tensor is None or is_flat_param_name(name) or name in module._non_persistent_buffers_set:
             continue

@@ -1,8 +1,10 @@
 """The flight recorder: where each rank is, in a file per rank that survives it.
 
 ``FSDP_C_LEDGER=folder`` starts it, ``fsdp_c.where`` reads the files, which are called flight records. The runtime in C
-writes phase, unit and step into a mapped page, a few stores per unit. For errors to say where the other ranks are, the
-folder must be one for all: on several hosts, one on a shared file system.
+writes phase, unit and step into a mapped page, a few stores per unit; where the file cannot be had, a full disk for
+instance, a warning says so and nothing is recorded. A forked process leaves the record of its parent alone, and keeps
+none of its own. For errors to say where the other ranks are, the folder must be one for all: on several hosts, one on a
+shared file system.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import socket
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -133,10 +135,16 @@ def describe(entries: Sequence[Entry]) -> str:
     for entry in entries:
         places[entry.step, entry.phase, entry.unit, entry.failed, entry.process].append(entry.rank)
     parts = [_clause(ranks, *place) for place, ranks in sorted(places.items(), key=lambda item: len(item[1]))]
-    known = {entry.rank for entry in entries}
-    if silent := [rank for rank in range(entries[0].world_size) if rank not in known]:
-        parts.append(f"{ranks_text(silent)} kept no flight record")
+    if silent := _gaps({entry.rank for entry in entries}, entries[0].world_size):
+        parts.append(f"{_runs_text(silent)} kept no flight record")
     return ", ".join(parts)
+
+
+def _gaps(ranks: Collection[int], world_size: int) -> list[tuple[int, int]]:
+    """The runs of ranks, first and last, that are not among ``ranks``: as few as those, whatever a file claims."""
+    known = sorted(rank for rank in ranks if rank < world_size)
+    pairs = zip([-1, *known], [*known, world_size], strict=True)
+    return [(before + 1, after - 1) for before, after in pairs if after - before > 1]
 
 
 def _clause(ranks: list[int], step: int, number: int, unit: str, failed: bool, process: str) -> str:
@@ -147,14 +155,18 @@ def _clause(ranks: list[int], step: int, number: int, unit: str, failed: bool, p
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """``rank 3``, ``ranks 0 to 2``, ``ranks 0, 2, 5 to 7``."""
-    runs: list[list[int]] = []
+    runs: list[tuple[int, int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+            runs[-1] = (runs[-1][0], rank)
         else:
-            runs.append([rank, rank])
+            runs.append((rank, rank))
+    return _runs_text(runs)
+
+
+def _runs_text(runs: Sequence[tuple[int, int]]) -> str:
     parts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)
+    return ("ranks " if len(runs) > 1 or runs[0][0] < runs[0][1] else "rank ") + ", ".join(parts)
 
 
 # ----------------------------------------------------------------- in errors

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -166,34 +166,49 @@ def _local_norm(grads: list[Tensor], norm_type: float, dtype: torch.dtype, devic
     """Norm of ``grads`` as one vector, as the norm of the norms; a fresh zero where there are none."""
     if not grads:
         return torch.zeros((), dtype=dtype, device=device)
-    norms: Tensor
-    # On CUDA torch adds the squares up in an order of its own; a maximum has none.
-    exact = norm_type == math.inf or (norm_type == 2.0 and grads[0].device.type == "cpu")
-    norms_op = _native("norms", grads) if exact else None
-    if norms_op is not None and all((grad.dtype == torch.float64) == (dtype == torch.float64) for grad in grads):
-        norms = norms_op([grad.detach() for grad in grads], norm_type)
-    else:
-        norms = torch.stack([torch.linalg.vector_norm(grad.detach(), norm_type, dtype=dtype) for grad in grads])
+    norms = _norms(grads, norm_type, dtype)
     total: Tensor = torch.linalg.vector_norm(norms, norm_type, dtype=dtype)
     return total.to(device=device)
 
 
-def _native(name: str, grads: list[Tensor]) -> Callable[..., Any] | None:
-    """The multi-tensor op of ``fsdp_c`` where it exists and takes ``grads``; bit for bit it gives what torch gives."""
-    op = getattr(torch.ops.fsdp_c, name, None)
-    if not grads:
-        return None
-    first = grads[0]
-    taken = all(g.device == first.device and g.dtype in _NATIVE_DTYPES and g.is_contiguous() for g in grads)
-    alike = first.is_cpu or (first.is_cuda and all(grad.dtype == first.dtype for grad in grads))
-    return op if taken and alike else None
+def _norms(tensors: list[Tensor], p: float, dtype: torch.dtype) -> Tensor:
+    """The p-norm of each tensor, with the bits that ``torch.linalg.vector_norm`` gives, as FSDP1 calls it for each."""
+    is_on_cpu = tensors[0].device.type == "cpu"
+    if p == math.inf and is_on_cpu:  # a maximum has no order, and vector_norm is slow to find it
+        bounds = torch.stack([bound for tensor in tensors for bound in torch.aminmax(tensor)])
+        norms: Tensor = torch.linalg.vector_norm(bounds.view(-1, 2), p, dim=1, dtype=dtype)
+        return norms
+    if p == math.inf or is_on_cpu:
+        return torch.stack(torch._foreach_norm(tensors, p, dtype))
+    # Of several tensors at once CUDA adds the elements up in another order.
+    return torch.stack([torch.linalg.vector_norm(tensor, p, dtype=dtype) for tensor in tensors])
+
+
+@torch.no_grad()
+def _norms_op(tensors: list[Tensor], p: float) -> Tensor:
+    """``torch.ops.fsdp_c.norms``: in float64 where one of the tensors is, in float32 otherwise."""
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return _norms(tensors, p, torch.float64 if is_double else torch.float32)
+
+
+if not hasattr(torch.ops.fsdp_c, "norms"):  # a second import finds that of the first
+    _library = torch.library.Library("fsdp_c", "FRAGMENT")
+    _library.define("norms(Tensor[] tensors, float p) -> Tensor")
+    for _key in ("CPU", "CUDA", "Meta"):
+        _library.impl("norms", _norms_op, _key)
 
 
 def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
-    clip_op = _native("clip_", grads)
-    if clip_op is not None:
-        clip_op(grads, coefficient.to(grads[0].device))
+    if grads and _is_native(grads):
+        torch.ops.fsdp_c.clip_(grads, coefficient.to(grads[0].device))
         return
     for grad in grads:
         grad.mul_(coefficient.to(grad.device, grad.dtype))
+
+
+def _is_native(grads: list[Tensor]) -> bool:
+    """Whether ``fsdp_c::clip_`` takes these; bit for bit it gives what torch gives."""
+    first = grads[0]
+    taken = all(g.device == first.device and g.dtype in _NATIVE_DTYPES and g.is_contiguous() for g in grads)
+    return taken and (first.is_cpu or (first.is_cuda and all(grad.dtype == first.dtype for grad in grads)))

@@ -272,6 +272,85 @@ def test_checkpoint_around_a_unit_within_a_unit(
     assert_same_gradients(model, reference, step, rank, world_size)
 
 
+class Parts(nn.Module):
+    """Layers of one unit, some of them in reentrant checkpoints; the last one is in two, one within the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.inside: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(self.run(layer, x, index in self.inside))
+        return self.run(self.again, x, bool(self.inside))
+
+    def again(self, x: Tensor) -> Tensor:
+        last = self.layers[-1]
+        return last(self.run(last, x, bool(self.inside)))
+
+    def run(self, part: Callable[[Tensor], Tensor], x: Tensor, recompute: bool) -> Tensor:
+        return checkpoint(part, x, use_reentrant=True) if recompute else part(x)
+
+
+class Around(nn.Module):
+    """A layer before a unit of Parts, which is in a checkpoint itself where it is asked for."""
+
+    def __init__(self, fsdp: Callable[[nn.Module], nn.Module], around: bool) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(WIDTH, WIDTH), fsdp(Parts().double())
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return checkpoint(self.unit, x, use_reentrant=True) if self.around else self.unit(x)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["unit", "checkpointed unit"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_reentrant_checkpoints_around_parts_of_a_unit(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, around: bool
+) -> None:
+    """Also where they begin after a step without (parity 45)."""
+
+    def fsdp(module: nn.Module) -> Any:
+        return wrap(module, strategy, use_orig_params=use_orig_params)
+
+    def step(model: Any, rank: int) -> None:
+        parts = next(module for module in model.modules() if isinstance(module, Parts))
+        for parts.inside in (), (1,), (0, 2):
+            loss_of(model(batch(rank))).backward()
+
+    model = fsdp(seeded(lambda: Around(fsdp, around)))
+    assert_same_gradients(model, seeded(lambda: Around(lambda module: module, around)), step, rank, world_size)
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layer, x, use_reentrant=True)
+
+
+@on_ranks(2)
+def test_a_unit_whose_module_is_checkpointed_as_a_whole_is_freed_at_once(rank: int, world_size: int) -> None:
+    """From the first backward on: a model of such units must not be gathered as a whole."""
+    model = wrap(seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), *(wrap(Whole().double()) for _ in range(3)))))
+    gathered = []
+
+    def look(grad: Tensor) -> None:
+        gathered.append([unit._handle.unsharded_nbytes > 0 for unit in (model[2], model[3])])
+
+    model[2].register_forward_pre_hook(lambda module, args: args[0].register_hook(look) and None)
+    for _ in range(2):
+        loss_of(model(batch(rank))).backward()
+    assert gathered == [[False, False]] * 2
+
+
 # ----------------------------------------------------------------- inputs
 
 
@@ -588,6 +667,39 @@ def test_module_hooks_of_the_user_run_as_on_the_plain_model(rank: int, world_siz
         loss_of(one(x)).backward()
     assert actual == [*expected, "root"]
     assert len(expected) == 5
+
+
+@pytest.mark.parametrize("around", ["the root", "units", "both"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_recomputed_forwards_cast_their_inputs_under_mixed_precision_d030(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, around: str
+) -> None:
+    """Bit for bit as without checkpoints. Units get fp32 of each other."""
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
+    losses: dict[bool, list[float]] = {}
+    for recomputes in (False, True):
+        torch.manual_seed(3)
+        net = Net(float_between=True, around="nonreentrant" if recomputes and around != "the root" else None)
+        model = wrap(
+            net,
+            strategy,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            mixed_precision=precision,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses[recomputes] = []
+        for index in range(3):
+            x = batch(rank, index).float()
+            output = checkpoint(model, x, use_reentrant=False) if recomputes and around != "units" else model(x)
+            loss = loss_of(output.float())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[recomputes].append(loss.item())
+    assert losses[True] == losses[False]
 
 
 # ----------------------------------------------------------------- refused, and inference

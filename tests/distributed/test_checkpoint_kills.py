@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
+from unittest import mock
 
 import pytest
 import torch
@@ -17,9 +19,12 @@ from torch import nn
 
 import fsdp_c
 from fsdp_c import checkpoint
+from fsdp_c.checkpoint import saving
 from tests.checkpoints import fill, save_versions
+from tests.distributed.test_checkpoint import folder_of_ranks
+from tests.ranks import on_ranks
 
-KILLS = 50
+KILLS = 30
 
 
 def plain() -> nn.Module:
@@ -93,19 +98,62 @@ def killed(path: Path, first: int, rng: random.Random) -> list[tuple[str, int]]:
 def test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new(tmp_path: Path) -> None:
     path = tmp_path / "ckpt"
     rng = random.Random(0)
-    save_plain(path, 0)
     current, kept, partial = 0, 0, 0
     for trial in range(KILLS):
+        if trial % 5 == 0:
+            shutil.rmtree(path, ignore_errors=True)  # a new one next, not one in place of another
+            current = 0
         told = killed(path, 1000 * trial + 1, rng)
         done = [version for what, version in told if what == "done"]
         begun = [version for what, version in told if what == "begin"]
-        version = loaded_version(path)
+        version = loaded_version(path) if (path / ".metadata").exists() else 0
         # the newest that was done, or the one that a kill met
         assert version in {max([current, *done]), max(begun)}
         kept += version < max(begun)
-        partial += any(tmp_path.glob(".ckpt.saving-*"))
+        partial += any(tmp_path.glob(".ckpt.saving-*")) or len(list(path.glob("fsdp_c-data-*"))) > 1
         current = version
     assert kept > KILLS // 10 and partial > KILLS // 10  # kills did hit saves
-    save_plain(path, current + 1)
-    assert loaded_version(path) == current + 1
+    for version in (current + 1, current + 2):
+        save_plain(path, version)
+        assert loaded_version(path) == version
     assert [entry.name for entry in tmp_path.iterdir() if "rendezvous" not in entry.name] == ["ckpt"]
+    assert {entry.name.split("-")[0] for entry in path.iterdir()} <= {".metadata", "fsdp_c"}
+    assert len(list(path.iterdir())) == 2
+
+
+def replace(path: Path, other: Path) -> None:
+    """Publish the checkpoint ``other``, one saved in place, as ``path``."""
+    (data,) = other.glob("fsdp_c-data-*")
+    shutil.copytree(data, path / data.name)
+    os.replace(other / ".metadata", path / ".metadata")
+
+
+@on_ranks(2)
+def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size: int) -> None:
+    folder = folder_of_ranks()
+    path, other = folder / "ckpt", folder / "other"
+    original, reads = saving.read_checkpoint, []
+    for version, target in ((1, path), (2, path), (3, path)):
+        if version == 3 and rank == 0:
+            shutil.copytree(path, other)
+        dist.barrier()
+        model = fsdp_c.FullyShardedDataParallel(plain(), use_orig_params=True, device_id=torch.device("cpu"))
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(version)
+        checkpoint.save(model, None, other if version == 3 else target, extra={"version": version})
+
+    def read(path: Path) -> Any:
+        reads.append(path)
+        if rank == 1 and len(reads) == 1:
+            found = original(path)
+            replace(path, other)
+            return found
+        while len(list(path.glob("fsdp_c-data-*"))) < 2:
+            time.sleep(0.01)  # until rank 1 has replaced the one that it found
+        return original(path)
+
+    with mock.patch.object(saving, "read_checkpoint", read):
+        found = checkpoint.load(model, None, path)
+    assert found == {"version": 3} and len(reads) == 2
+    assert all((param == 3).all() for param in model.parameters())

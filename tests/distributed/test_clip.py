@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -39,7 +41,7 @@ def clip_with_both(build: Any, rank: int, *arguments: float) -> None:
     assert_same(*clipped)
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf, "inf"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 1.5, 3.0, math.inf, "inf"])
 @all_strategies
 @both_views
 @on_ranks(2)
@@ -49,6 +51,32 @@ def test_norm_and_clipped_gradients_equal_torchs(
     clip_with_both(
         lambda which: wrap(plain(), use_orig_params, which, sharding_strategy=strategy), rank, 0.5, norm_type
     )
+
+
+OF_ANOTHER_PROCESSOR = """
+import math, torch
+from torch import nn
+own = torch.linalg.vector_norm
+def rounded_otherwise(*arguments, **keywords):
+    norm = own(*arguments, **keywords)
+    return torch.nextafter(norm, torch.full_like(norm, math.inf))
+torch.linalg.vector_norm = rounded_otherwise
+from fsdp_c import FullyShardedDataParallel
+from tests.collectives import init_fake_group
+init_fake_group(0, 2)
+for norm_type in (1.0, 1.5, 2.0, math.inf):
+    for use_orig_params in (True, False):
+        linear = nn.Linear(30, 20)
+        model = FullyShardedDataParallel(linear, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        model(torch.ones(3, 30)).square().sum().backward()
+        grads = torch.cat([param.grad.flatten() for param in model.parameters() if param.grad is not None])
+        torch.testing.assert_close(model.clip_grad_norm_(0.5, norm_type), own(grads, norm_type))
+"""
+
+
+def test_clipping_asks_for_no_order_in_which_torch_adds_up() -> None:
+    done = subprocess.run([sys.executable, "-c", OF_ANOTHER_PROCESSOR], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 @both_views
@@ -92,7 +120,8 @@ def test_low_precision_gradients_equal_torchs(rank: int, world_size: int, strate
     def build(which: str) -> nn.Module:
         return wrap(plain(), False, which, sharding_strategy=strategy, mixed_precision=precision)
 
-    clip_with_both(build, rank, 0.5)
+    for norm_type in (2.0, 1.0, 0.5, math.inf):
+        clip_with_both(build, rank, 0.5, norm_type)
     model = build("fsdp_c")
     backward(model, rank)
     assert model.clip_grad_norm_(0.5).dtype == torch.bfloat16

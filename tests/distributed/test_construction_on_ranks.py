@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import ShardingStrategy
+from fsdp_c.sharding import flat_param
 from fsdp_c.wrap import ModuleWrapPolicy
 from tests.ranks import device, on_ranks
 
@@ -106,3 +108,58 @@ def test_apply_sees_and_keeps_full_parameters(rank: int, world_size: int) -> Non
     assert model._is_root is None
     with FSDP.summon_full_params(model):
         assert all(param.eq(7).all() for name, param in model.named_parameters() if param.dim() == 2)
+
+
+class Sliced(nn.Module):
+    """Parameters that are parts of larger tensors, with gaps between their rows or elements, or share memory."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        whole = torch.randn(2 * width, 3 * width, dtype=torch.float64)
+        self.columns = nn.Parameter(whole[:width, width : 2 * width])
+        self.transposed = nn.Parameter(whole[:width, :width].t())
+        self.steps = nn.Parameter(whole[0, ::3])
+        self.repeated = nn.Parameter(whole[:width, :1].expand(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.columns @ self.transposed) @ (self.repeated * self.steps[: len(self.repeated)])
+
+
+@pytest.mark.parametrize("width", [5, 700])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2)
+def test_parameters_with_gaps_in_memory_keep_their_values(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, width: int
+) -> None:
+    """torch refuses them, with an error about the size of a storage (parity 46)."""
+    plain = Sliced(width).to(device())
+    for param in plain.parameters():
+        param.data = param.data.contiguous()  # or the optimizer refuses what shares memory
+    model = FSDP(
+        Sliced(width).to(device()),
+        sharding_strategy=ShardingStrategy[strategy],
+        use_orig_params=use_orig_params,
+        device_id=device(),
+    )
+    x = torch.randn(2, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=1e-6) for each in (plain, model)]
+    for _ in range(2):
+        losses = [each(x).square().mean() for each in (plain, model)]
+        assert torch.equal(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = model.state_dict()
+    for name, value in plain.state_dict().items():
+        assert torch.allclose(whole[name], value, rtol=1e-12), name
+
+
+@on_ranks(2)
+def test_shapes_that_lead_out_of_a_parameter_are_refused(rank: int, world_size: int) -> None:
+    """Views are made of them in C."""
+    with mock.patch.object(flat_param, "_without_gaps", lambda tensor: tensor):
+        with pytest.raises(ValueError, match=rf"rank {rank}, unit .* does not lie in its 25 elements"):
+            FSDP(Sliced(5), device_id=device())

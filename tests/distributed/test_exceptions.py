@@ -354,6 +354,55 @@ def test_collective_that_raises_leaves_a_clean_next_step(rank: int, world_size: 
     assert_same_run(expected, run)
 
 
+class BrokenWork:
+    """A collective that has been sent, and then fails."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+        raise Trouble("while waiting")
+
+
+@on_ranks(2)
+def test_all_units_are_reset_where_one_that_was_gathered_ahead_fails(rank: int, world_size: int) -> None:
+    """Two units are gathered ahead when the first layer raises; the gather of the first of them has failed."""
+    from fsdp_c import FullyShardedDataParallel
+
+    before = settled_nbytes()
+    model = FullyShardedDataParallel(
+        nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)]),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        forward_prefetch=True,
+        device_id=device(),
+    )
+    x = torch.ones(2, WIDTH)
+    model(x).sum().backward()
+    model._exec_order_data._forward_prefetch_limit = 2
+    gather, calls = getattr(dist, ALL_GATHER), []
+
+    def second_fails(*arguments: Any, **options: Any) -> Any:
+        calls.append(gather(*arguments, **options))
+        return BrokenWork(calls[-1]) if len(calls) == 2 else calls[-1]
+
+    def stop(*arguments: Any) -> None:
+        raise Trouble("in the first layer")
+
+    hook = model.module[0].module.register_forward_pre_hook(stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, ALL_GATHER, second_fails)
+        with pytest.raises(Trouble, match="in the first layer"):
+            model(x)
+    hook.remove()
+    assert len(calls) == 3
+    assert live_nbytes_after_a_failure(before) == before
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert not model(x).any()  # and not what was gathered before
+
+
 # ----------------------------------------------------------------- what errors of the library say
 
 

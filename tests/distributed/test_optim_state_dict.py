@@ -148,6 +148,30 @@ def test_sharded_state_equals_torchs(rank, world_size, use_orig_params, mesh):
     assert_same_osd(*states)
 
 
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@both_views
+@on_ranks(2)
+def test_state_between_a_forward_and_its_backward_is_that_before(rank, world_size, use_orig_params, strategy):
+    """Where the strategy keeps units gathered, their modules show views of the parameters meanwhile."""
+    model = wrap(net(tied_head=False), use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+    optimizer = OPTIMIZERS["adam"](model.parameters())
+    train(model, optimizer, rank)
+    rekey = type(model).rekey_optim_state_dict
+    kinds = (FULL, SHARDED)
+    before = [saved(model, optimizer, kind) for kind in kinds]
+    output = model(torch.ones(3, WIDTH, device=device()))
+    model.state_dict()
+    for kind, state in zip(kinds, before, strict=True):
+        assert_same_osd(state, saved(model, optimizer, kind))
+        loaded = to_load(model, optimizer, copy.deepcopy(state), kind)
+        assert loaded["state"].keys() == optimizer.state_dict()["state"].keys()
+    assert_same_osd(before[0], type(model).full_optim_state_dict(model, optimizer, model, rank0_only=False))
+    if use_orig_params:
+        by_name = rekey(optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model, optim=optimizer)
+        assert set(by_name["state"]) <= set(before[0]["state"])
+    output.sum().backward()
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @both_views
 @on_ranks(2)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +21,7 @@ from fsdp_c import _C, _runtime_utils
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c.api import HandleTrainingState
 from fsdp_c.sharding.flat_param import FlatParamHandle
+from tests.collectives import ALL_GATHER, REDUCE_SCATTER
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
 from tests.storage import HELD_BACK
@@ -284,3 +288,34 @@ def test_after_install_what_replaces_torchs_own_functions_is_called(rank: int, w
     }
     torchs._reshard = before["_reshard"]
     assert_same(trained(rank, "FULL_SHARD", True), expected)
+
+
+REPLACED_BEFORE = """
+import sys
+
+import torch
+import torch.distributed as dist
+
+calls = []
+names = sys.argv[1:]
+for name in names:
+    def replacement(*args, name=name, original=getattr(dist, name), **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+    setattr(dist, name, replacement)
+
+from fsdp_c import FullyShardedDataParallel
+from tests.collectives import init_fake_group
+
+init_fake_group(0, 8)
+model = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"))
+model(torch.ones(2, 8)).sum().backward()
+assert calls == names, calls
+"""
+
+
+def test_collectives_that_were_replaced_before_the_import_are_called() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", REPLACED_BEFORE, ALL_GATHER, REDUCE_SCATTER]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr

@@ -393,6 +393,21 @@ def test_local_dict_saves_and_loads_with_either_kind_of_parameters(rank, world_s
 
 @both_views
 @on_ranks(2)
+def test_local_values_are_loaded_within_a_unit_that_shards_nothing(rank, world_size, use_orig_params):
+    """F-002: the outer unit loads whole tensors, the inner one its own part of its flat parameter."""
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        inner = wrap(nn.Linear(3, 4), use_orig_params, auto_wrap_policy=None)
+        outer = {"auto_wrap_policy": None, "sharding_strategy": ShardingStrategy.NO_SHARD}
+        models.append(wrap(nn.Sequential(inner, nn.Linear(4, 2)), use_orig_params, **outer))
+    result = load(models[1], LOCAL, saved(models[0], LOCAL))
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_same_full(*models)
+
+
+@both_views
+@on_ranks(2)
 def test_local_dict_has_every_element_under_its_name_too(rank, world_size, use_orig_params):
     model = wrap(odd(0), use_orig_params)
     state = saved(model, LOCAL)

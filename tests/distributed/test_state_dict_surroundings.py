@@ -318,7 +318,8 @@ def test_local_state_is_refused_inside_summon_and_nothing_is_changed(rank, world
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @on_ranks(2, timeout_s=180)
 def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, world_size, kind, use_orig_params):
-    """Also where the modules' parameters are not those that the optimizer holds, which both refuse."""
+    """Also where the modules' parameters are not those that the optimizer holds: where they are summoned both
+    refuse, amid a forward torch does."""
 
     def work(model: Any, optimizer: Any) -> Any:
         fsdp = type(model)
@@ -332,6 +333,7 @@ def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, world_size
         with type(model).summon_full_params(model):
             return work()
 
+    idle: Any = None
     for place in (*IDLE, *BUSY, in_summon):
         gc.collect()  # what torch left open above when it raised: it disturbs torch where it is closed amid the next
         results = []
@@ -342,4 +344,7 @@ def test_optimizer_state_is_got_and_made_loadable_as_torch_does(rank, world_size
             optimizer.step()
             optimizer.zero_grad()
             results.append(place(model, rank, lambda m=model, o=optimizer: work(m, o)))
+        idle = results[1] if idle is None else idle
+        if place in BUSY and results[0] is KeyError:
+            results[0] = idle
         assert are_same(*results), (place.__name__, [type(each) for each in results])

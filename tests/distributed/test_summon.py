@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecision
 
@@ -168,6 +170,18 @@ def test_full_gradients_and_edits_of_them_equal_torchs(
         seen[-1].update(full_state_dict(model))
     assert len(seen[0]) > 10
     assert_same(*seen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2)
+def test_ranks_without_a_gradient_are_counted_in_integers(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    """bfloat16 cannot count above 256, and then gives gradients to ranks that have none."""
+    model = wrap(plain().to(dtype))
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
+        with summon(model, with_grads=True, writeback=False):
+            assert all(param.grad is None for param in model.parameters())
+    counts = {call.args[0].dtype for call in all_reduce.call_args_list}
+    assert counts and not any(each.is_floating_point for each in counts), counts
 
 
 @on_ranks(2)

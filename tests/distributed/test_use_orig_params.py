@@ -562,7 +562,7 @@ def test_data_replaced_between_forward_and_backward_is_refused(  # X-074, C-132,
     rank: int, world_size: int, name: str
 ) -> None:
     model = build(name, "SHARD_GRAD_OP")
-    model(batch(0, rank))
+    output = model(batch(0, rank))  # noqa: F841  # a backward can follow
     block = model.blocks[0]._fsdp_wrapped_module
     block.up.weight.data = torch.zeros_like(block.up.weight)
     with pytest.raises(AssertionError):

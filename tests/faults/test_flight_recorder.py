@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -175,6 +176,109 @@ def test_the_command_says_what_is_wrong_with_a_folder(capsys: pytest.CaptureFixt
     (tmp_path / "rank00000.ledger").write_bytes(b"FSDPCLG1")
     assert where.main([str(tmp_path)]) == 1
     assert "is no flight record" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 2**40), (0, -1), (4, 4), (-1, 4), (2**40, 2**41)])
+def test_a_record_of_a_rank_that_cannot_be_is_refused(tmp_path: Path, rank: int, world_size: int) -> None:
+    path = tmp_path / "rank00000.ledger"
+    path.write_bytes(struct.pack("=8s7q64s", b"FSDPCLG1", rank, world_size, 1, 0, 0, 0, 0, b"somewhere"))
+    with pytest.raises(ValueError, match=f"{path} is no flight record, or a damaged one"):
+        flight_recorder.read(tmp_path)
+
+
+def test_ranks_without_a_record_are_told_in_runs_however_many_there_are(tmp_path: Path) -> None:
+    for rank in (1, 4, 5):
+        (tmp_path / f"rank{rank:05}.ledger").write_bytes(
+            struct.pack("=8s7q64s", b"FSDPCLG1", rank, 2**31 - 1, 1, 0, 0, 0, 0, b"somewhere")
+        )
+    described = flight_recorder.describe(flight_recorder.read(tmp_path))
+    assert described == (
+        "ranks 1, 4 to 5 are between steps (step 0), ranks 0, 2 to 3, 6 to 2147483646 kept no flight record"
+    )
+
+
+def test_a_fifo_in_the_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank00000.ledger")
+    with pytest.raises(OSError, match="Illegal seek"):
+        flight_recorder.read(tmp_path)
+
+
+FULL = """
+import os, sys, warnings
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+import fsdp_c
+from tests.collectives import init_fake_group
+init_fake_group(0, 2)
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    model = fsdp_c.FullyShardedDataParallel(
+        nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(100))),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), device_id=torch.device("cpu"),
+    )
+    for _ in range(2):
+        model(torch.ones(2, 2)).sum().backward()
+print([str(one.message) for one in warned if "flight record" in str(one.message)], sorted(os.listdir(sys.argv[1])))
+"""
+ON_FULL_DISK = """
+mount -t tmpfs -o size=1m none "$1" && dd if=/dev/zero of="$1/fill" bs=4096 count="$2" 2>/dev/null || exit 77
+shift 2
+exec "$@"
+"""
+
+
+def test_training_goes_on_without_a_record_when_its_disk_is_full(tmp_path: Path) -> None:
+    """Whatever number of pages is free: all of the file is there from the start, or a warning."""
+    for num_free in (1, 128, 200):
+        shell = ["unshare", "-rm", "sh", "-c", ON_FULL_DISK, "sh", str(tmp_path), str(256 - num_free)]
+        done = subprocess.run(
+            [*shell, sys.executable, "-c", FULL, str(tmp_path)],
+            env={**os.environ, flight_recorder.VARIABLE: str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        if done.returncode == 77 or "unshare" in done.stderr:
+            pytest.skip(f"no small disk can be mounted here: {done.stderr}")
+        assert done.returncode == 0, (num_free, done.returncode, done.stderr)
+        why = f"[Errno 28] No space left on device: '{tmp_path / 'rank00000.ledger'}'"
+        warning = f"rank 0: no flight record in {tmp_path}: {why}"
+        warned, files = ([], ["fill", "rank00000.ledger"]) if num_free == 200 else ([warning], ["fill"])
+        assert done.stdout.strip() == f"{warned} {files}"
+
+
+FORKED = """
+import os, signal, sys
+from fsdp_c import _C
+_C.open_flight_recorder(sys.argv[1], 3, 8)
+_C.add_recorder_name("layers.0")
+place = _C.enter_recorder_phase(_C.RECORDER_SAVE)
+def child():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert _C.add_recorder_name("a child's") == -1
+    _C.leave_recorder_phase(place)
+    _C.enter_recorder_phase(_C.RECORDER_LOAD)
+    _C.note_recorder_failure()
+before = open(sys.argv[1], "rb").read()
+pid = os.fork()
+if pid == 0:
+    child()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+assert open(sys.argv[1], "rb").read() == before
+_C.leave_recorder_phase(place)
+assert _C.add_recorder_name("layers.1") == 1
+print(_C.read_flight_recorder(sys.argv[1])[3:7])
+"""
+
+
+def test_a_forked_child_leaves_the_record_of_its_parent_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKED, str(tmp_path / "rank00003.ledger")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "fsdp_c: rank" not in done.stderr
+    assert done.stdout.strip() == "(0, 0, 'layers.0', False)"
 
 
 KILLED = """

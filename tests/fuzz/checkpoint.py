@@ -1,25 +1,36 @@
-"""Mutated checkpoints: each is refused with a CheckpointError, or read; none crashes, hangs, or takes memory.
+"""Mutated checkpoints, and ones made to harm: each is refused with a CheckpointError, or read; none crashes, hangs, or
+takes memory.
 
+    python -m tests.fuzz.checkpoint --seconds 60
     python -m tests.fuzz.checkpoint --count 20000
     python -m tests.fuzz.checkpoint --only headers-alone --count 1000000
     python -m tests.fuzz.checkpoint --only pieces-alone --count 1000000
 
 A trial follows from the seed and its number, so that ``--first N --count 1`` repeats trial N. In ``pieces`` the files
-have checksums of what they were before, so that only what was saved may be loaded.
+have checksums of what they were before, so that only what was saved may be loaded. Trials run in a process of their
+own, which is killed where one takes longer than SECONDS_OF_A_TRIAL, and has a limit on its address space.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import json
+import mmap
+import os
 import pickle
 import random
 import resource
 import shutil
+import signal
+import struct
+import sys
 import tempfile
 import time
+import traceback
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +45,15 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError
+from fsdp_c.checkpoint import CheckpointError, cli
 from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA
 from fsdp_c.checkpoint.formats import open_source
 from fsdp_c.checkpoint.metadata import BytesEntry, checksums_content, read_checkpoint
 from fsdp_c.checkpoint.pieces import Place, read_data
 
 SECONDS_OF_A_TRIAL = 20
-MEMORY_OF_ALL = 2**29
+MEMORY_OF_ALL = 2**29  # that is touched, by all trials of a kind
+ADDRESSES_OF_ALL = 2**31
 NUMBERS = [-1, 0, 1, 2, 5, 24, 255, 2**16, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, 2**64, True]
 VALUES = [*NUMBERS, None, "", "x", "..", "/etc/passwd", b"", 0.5, (), (0,), (2, 3), [], [2**40, 2**40], {}, torch.int8]
 
@@ -132,7 +144,7 @@ class Subject:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.make()
-        self.sound = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+        self.sound = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.is_file()}
 
     def make(self) -> None:
         raise NotImplementedError
@@ -289,6 +301,203 @@ def _sharded(rank: int) -> Any:
     return ShardedTensor._init_from_local_shards_and_global_metadata(local, about, dist.group.WORLD)
 
 
+# ----------------------------------------------------------------- made to harm
+
+
+def program(rng: random.Random) -> bytes:
+    """A pickle of values that stand in several places, in one another, and as keys."""
+    parts: list[bytes] = []
+    memo: list[bytes] = []
+    lists: list[bytes] = []
+    leaves = [b"K\x01", b"N", b"G" + bytes(8), b"X\x02\x00\x00\x00hi", b")", b"J\xff\xff\xff\x7f"]
+    calls = [b"ctorch\nSize\n%b\x85R", b"ccollections\nOrderedDict\n)R", b"c__builtin__\nset\n]%ba\x85R"]
+    calls += [b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x06\x00\x00\x00latin1\x86R", b"cbuiltins\nbytearray\n%b\x85R"]
+    calls += [b"ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}X\x01\x00\x00\x00a%bsb"]
+
+    def some() -> bytes:
+        return rng.choice(memo) if memo and rng.random() < 0.7 else rng.choice(leaves)
+
+    def keep(made: bytes) -> None:
+        parts.append(made + b"r" + struct.pack("<I", len(memo)))
+        memo.append(b"j" + struct.pack("<I", len(memo)))
+
+    for _ in range(rng.choice([1, 3, 10, 40])):
+        kind = rng.randrange(7)
+        if kind == 0:
+            for _ in range(rng.choice([1, 1, 2, 3, 5, 70])):
+                keep(memo[-1] * 2 + b"\x86" if memo else b")")
+        elif kind == 1:
+            for _ in range(rng.choice([1, 1, 2, 3, 5, 70])):
+                keep(b"]" + (memo[-1] if memo else b"N") + b"a" + (memo[-1] if memo else b"N") + b"a")
+        elif kind == 2:
+            keep(b"}" + rng.choice([b"K\x01", some()]) + some() + b"s")
+        elif kind == 3:
+            keep(b"(" + b"".join(some() for _ in range(rng.choice([2, 40]))) + b"t")
+        elif kind == 4:
+            call = rng.choice(calls)
+            keep(call.replace(b"%b", some()))
+        elif kind == 5 and lists:
+            parts.append(rng.choice(lists) + some() + b"a")
+        else:
+            keep(rng.choice([b"]", b"]", b"}", b")"]))
+            lists += [memo[-1]] if parts[-1].startswith(b"]") else []
+    key = rng.choice([b"X\x01\x00\x00\x00a"] * 3 + memo)
+    last = b"t" + b"r" + struct.pack("<I", len(memo)) + b"}" + key + b"j" + struct.pack("<I", len(memo)) + b"s."
+    return b"\x80\x02(" + b"".join(parts) + last
+
+
+class Bombs(Subject):
+    """Values that would take all time or memory, in the metadata and in each kind of archive."""
+
+    def make(self) -> None:
+        self.folder.mkdir()
+        dcp.save({"model": plain()[0].state_dict(), "note": 1}, checkpoint_id=self.folder / "dcp", no_dist=True)
+        self.metadata = pickle.loads((self.folder / "dcp" / METADATA).read_bytes())
+
+    def change(self, rng: random.Random) -> str:
+        pickled = program(rng)
+        records = {"data.pkl": pickled, "version": b"3\n"}
+        content = zip_archive([(f"a/{name}".encode(), data) for name, data in records.items()])
+        self.name = rng.choice(["dcp", "dcp", "one.pt", "ranks"])
+        if self.name == "dcp" and rng.random() < 0.5:
+            (self.folder / "dcp" / METADATA).write_bytes(pickled)
+        elif self.name == "dcp":
+            (info,) = [info for index, info in self.metadata.storage_data.items() if index.fqn == "note"]
+            info.relative_path, info.offset, info.length = "note.distcp", 0, len(content)
+            (self.folder / "dcp" / "note.distcp").write_bytes(content)
+            (self.folder / "dcp" / METADATA).write_bytes(pickle.dumps(self.metadata))
+        elif self.name == "ranks":
+            (self.folder / "ranks").mkdir(exist_ok=True)
+            (self.folder / "ranks" / "0.pt").write_bytes(content)
+        else:
+            (self.folder / "one.pt").write_bytes(content)
+        return self.name
+
+    def read(self) -> None:
+        command_line(self.folder / self.name, self.folder)
+
+
+def command_line(path: Path, folder: Path) -> None:
+    """All commands; a refusal of any is raised."""
+    said = io.StringIO()
+    for command in (["inspect", "--values"], ["verify"], ["diff", str(path)], ["convert"]):
+        target = [str(folder / "out.pt"), "--overwrite"] if command == ["convert"] else []
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+            status = cli.main([*command, str(path), *target])
+        assert status in (0, 1, 2), status
+        assert status != 2 or said.getvalue().count("\n") == 1, "a refusal is one line"
+        if status == 2:
+            raise CheckpointError(said.getvalue())
+
+
+def zip_archive(records: list[tuple[bytes, bytes]], rng: random.Random | None = None) -> bytes:
+    """Stored records; with ``rng`` a few of the numbers of the archive's directory are others."""
+
+    def maybe(number: int, most: int = 2**32 - 1) -> int:
+        if rng is None or rng.random() > 0.02:
+            return number
+        return rng.choice([0, 1, number + 1, max(number - 1, 0), number * 2, rng.randrange(most), most]) & most
+
+    body, directory = b"", b""
+    for name, data in records:
+        sizes = (zlib.crc32(data), maybe(len(data)), maybe(len(data)))
+        fields = (20, maybe(0, 0xFFFF), maybe(0, 0xFFFF), 0, 33, *sizes, maybe(len(name), 0xFFFF))
+        extra = b"" if rng is None or rng.random() > 0.05 else struct.pack("<HHQ", 1, 8, rng.choice([0, 2**40, 5]))
+        central = (0x02014B50, 20, *fields, len(extra), 0, 0, 0, 0, maybe(len(body)))
+        directory += struct.pack("<IHHHHHHIIIHHHHHII", *central) + name + extra
+        body += struct.pack("<IHHHHHIIIHH", 0x04034B50, *fields[:-1], len(name), 0) + name + data
+    if rng is not None and rng.random() < 0.1:
+        directory += directory[: rng.randrange(len(directory))]
+    numbers = [maybe(len(records), 0xFFFF), maybe(len(records), 0xFFFF), maybe(len(directory)), maybe(len(body))]
+    return body + directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, *numbers, maybe(0, 0xFFFF))
+
+
+class Archives(Subject):
+    """Archives whose directory, records and names are not as torch.save makes them, by themselves and of ranks."""
+
+    NAMES = ("a/data/0", "a/constants.pkl", "a/code/x.py", "a/DATA.PKL", "b/data.pkl", "a/data/1", "data.pkl", "a/../x")
+
+    def make(self) -> None:
+        self.folder.mkdir()
+        content = io.BytesIO()
+        torch.save({"a": torch.ones(5), "b": (1, torch.ones(3))}, content)
+        reader: Any = torch._C.PyTorchFileReader(io.BytesIO(content.getvalue()))
+        self.records = [(f"a/{name}".encode(), reader.get_record(name)) for name in reader.get_all_records()]
+
+    def change(self, rng: random.Random) -> str:
+        records = list(self.records)
+        if rng.random() < 0.3:
+            records.insert(rng.randrange(len(records) + 1), (rng.choice(self.NAMES).encode(), rng.randbytes(9)))
+        if rng.random() < 0.3:
+            at = rng.randrange(len(records))
+            records[at] = (records[at][0], mutated(records[at][1], rng))
+        if rng.random() < 0.1:
+            del records[rng.randrange(len(records))]
+        content = zip_archive(records, rng)
+        self.name = rng.choice(["one.pt", "ranks"])
+        path = self.folder / self.name
+        if self.name == "ranks":
+            path.mkdir(exist_ok=True)
+            path = path / "0.pt"
+        path.write_bytes(mutated(content, rng) if rng.random() < 0.2 else content)
+        return self.name
+
+    def read(self) -> None:
+        command_line(self.folder / self.name, self.folder)
+
+
+class SafetensorsHeaders(Subject):
+    """Headers of safetensors that say other things, as JSON that is sound or not, by themselves and with an index."""
+
+    VALUES = (
+        "F32",
+        "F4",
+        "F8_E8M0",
+        "F6_E2M3",
+        "F33",
+        [],
+        [1] * 100,
+        [2**40, 2**40],
+        [0, 8],
+        [4, 12],
+        [8, 0],
+        None,
+        3,
+        {},
+    )
+
+    def make(self) -> None:
+        self.folder.mkdir()
+
+    def change(self, rng: random.Random) -> str:
+        header: dict[str, Any] = {}
+        at = 0
+        for key in ("a", "b", "c\x1b[2J"):
+            dtype, nbytes = rng.choice([("F32", 8), ("F4", 1), ("F8_E8M0", 2), ("BOOL", 2)])
+            header[key] = {"dtype": dtype, "shape": [2], "data_offsets": [at, at + nbytes]}
+            at += nbytes
+        for _ in range(rng.choice([0, 1, 1, 2])):
+            value: Any = rng.choice(self.VALUES)
+            header.setdefault(rng.choice(["a", "b", "__metadata__"]), {})
+            place = header[rng.choice(list(header))]
+            place[rng.choice(["dtype", "shape", "data_offsets", "DCP_SHARDING_INFO"])] = value
+        content = json.dumps(header).encode()
+        if rng.random() < 0.1:
+            content = content[:-1] + b"," + content[1:]  # every name twice
+        data = len(content).to_bytes(8, "little") + content + bytes(at)
+        (self.folder / "model.safetensors").write_bytes(mutated(data, rng) if rng.random() < 0.3 else data)
+        index = self.folder / "model.safetensors.index.json"
+        index.unlink(missing_ok=True)
+        self.name = rng.choice(["", "model.safetensors"])
+        if rng.random() < 0.3:
+            listed = json.dumps({"weight_map": dict.fromkeys(header, "model.safetensors")}).encode()
+            index.write_bytes(mutated(listed, rng) if rng.random() < 0.5 else listed)
+        return self.name or index.name
+
+    def read(self) -> None:
+        command_line(self.folder / self.name, self.folder.parent)
+
+
 SUBJECTS = {
     "pieces": Pieces,
     "pieces-alone": PiecesAlone,
@@ -298,6 +507,9 @@ SUBJECTS = {
     "safetensors": Safetensors,
     "torch-files": TorchFiles,
     "rank-files": RankFiles,
+    "bombs": Bombs,
+    "archives": Archives,
+    "safetensors-headers": SafetensorsHeaders,
 }
 REFUSALS = (CheckpointError, FileNotFoundError, NotADirectoryError)
 
@@ -315,41 +527,79 @@ def trial(subject: Subject, seed: int, number: int) -> str:
         subject.restore()
 
 
-def run(name: str, seed: int, first: int, count: int, say: Callable[[str], None] = lambda text: None) -> Counter[str]:
-    """How many trials had which end. RuntimeError naming the first that failed."""
-    outcomes, number = Counter[str](), first
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-    try:
-        subject = SUBJECTS[name](folder / "checkpoint")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        for number in range(first, first + count):
-            start = time.monotonic()
-            outcomes[trial(subject, seed, number)] += 1
-            if time.monotonic() - start > SECONDS_OF_A_TRIAL:
-                raise TimeoutError(f"it took {time.monotonic() - start:.0f} s")
-            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak > MEMORY_OF_ALL // 1024:
-                raise MemoryError(f"more than {MEMORY_OF_ALL} bytes were taken")
-            if (number + 1) % 1000 == 0:
-                say(f"{name}: trial {number}: {dict(outcomes)}")
-    except BaseException as error:
-        raise RuntimeError(f"{name}: --seed {seed} --first {number} --count 1: {error!r}") from error
-    finally:
-        shutil.rmtree(folder)
+def run(
+    name: str, seed: int, first: int, count: int, deadline: float, started: Callable[[int], None], folder: Path
+) -> Counter[str]:
+    """How many trials had which end. What the first that failed raised."""
+    outcomes = Counter[str]()
+    subject = SUBJECTS[name](folder / "checkpoint")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for number in range(first, first + count):
+        started(number)
+        signal.alarm(SECONDS_OF_A_TRIAL)
+        outcomes[trial(subject, seed, number)] += 1
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak > MEMORY_OF_ALL // 1024:
+            raise MemoryError(f"more than {MEMORY_OF_ALL} bytes were taken")
+        if time.monotonic() > deadline:
+            break
     return outcomes
+
+
+def run_limited(name: str, seed: int, first: int, count: int, seconds: float = 1e9) -> Counter[str]:
+    """``run`` in a process with limits. RuntimeError naming the first trial that failed, or that ended the process."""
+    at = mmap.mmap(-1, 8)
+    reading, writing = os.pipe()
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            torch.set_num_threads(1)
+            addresses = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE + ADDRESSES_OF_ALL
+            resource.setrlimit(resource.RLIMIT_AS, (addresses, addresses))
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+            def started(number: int) -> None:
+                at[:] = number.to_bytes(8, "little")
+
+            outcomes = run(name, seed, first, count, time.monotonic() + seconds, started, folder)
+            os.write(writing, json.dumps(outcomes).encode())
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        found = pipe.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    shutil.rmtree(folder)
+    if status:
+        why = {0: "", 1: "see above", -signal.SIGALRM: f"took more than {SECONDS_OF_A_TRIAL} s"}.get(
+            status, f"ended {status}"
+        )
+        raise RuntimeError(f"{name}: --seed {seed} --first {int.from_bytes(at[:], 'little')} --count 1: {why}")
+    return Counter(json.loads(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.fuzz.checkpoint", description=__doc__)
     parser.add_argument("--only", choices=SUBJECTS, help="one kind; default: all, in turn")
     parser.add_argument("--count", type=int, default=20_000, help="trials, of all kinds together")
+    parser.add_argument("--seconds", type=float, help="as many trials as go into them; the seed is another each time")
     parser.add_argument("--first", type=int, default=0, help="the number of the first trial of each kind")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    warnings.simplefilter("ignore")
     names = [args.only] if args.only else list(SUBJECTS)
     start = time.monotonic()
     for name in names:
-        outcomes = run(name, args.seed, args.first, -(-args.count // len(names)), lambda text: print(text, flush=True))
-        print(f"{name}: {dict(outcomes)}, {time.monotonic() - start:.0f} s", flush=True)
+        if args.seconds:
+            seed = random.SystemRandom().randrange(2**32)
+            outcomes = run_limited(name, seed, 0, sys.maxsize, args.seconds / len(names))
+        else:
+            outcomes = run_limited(name, args.seed, args.first, -(-args.count // len(names)))
+        print(f"{name}: {json.dumps(outcomes)}, {time.monotonic() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
 enum { MOST_NDIM_HERE = 4 };
 
 static uint64_t random_state = 88172645463325252u;
-static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, false, 0};
+static const struct kernel_stream on_gpu = {nullptr, nullptr, 0};
 static struct kernel_stream on_cpu;
 static const struct kernel_table *table;
 
@@ -378,97 +378,6 @@ static void test_scale_equals_the_cpus_for_any_coefficient(void) {
     }
 }
 
-/* ---- norms ---- */
-
-static double as_double(const char *norms, enum dtype dtype, int64_t i) {
-    return dtype == DTYPE_FLOAT64 ? ((const double *)norms)[i] : (double)((const float *)norms)[i];
-}
-
-static double norm_in_double(const char *data, enum dtype dtype, int64_t numel, double p) {
-    double sum = 0;
-    for (int64_t i = 0; i < numel; i++) {
-        double value = 0;
-        kernel_cast_divide(&value, DTYPE_FLOAT64, data + i * dtype_nbytes(dtype), dtype, 1, 1.0, nullptr);
-        sum = p == (double)INFINITY ? fmax(sum, fabs(value)) : sum + pow(fabs(value), p);
-    }
-    return p == (double)INFINITY ? sum : pow(sum, 1 / p);
-}
-
-static void run_norms(struct tensor_view *views, const int64_t *sizes, int64_t count, double p, char *norms) {
-    int64_t nbytes = table->norms_scratch_nbytes(sizes, count);
-    char *scratch = (char *)malloc((size_t)nbytes + 1);
-    CHECK_EQUAL(table->norms(norms, views, sizes, count, p, scratch, &on_gpu), STATUS_OK);
-    free(scratch);
-}
-
-static void test_norms_are_right_for_every_p_and_dtype(void) {
-    const int64_t sizes[] = {1, 5, 1000, 70001};
-    for (int dtype = 0; dtype < DTYPE_COUNT; dtype++) {
-        struct tensor_view views[4] = {};
-        memory first((enum dtype)dtype, 1), second((enum dtype)dtype, 5, 3), third((enum dtype)dtype, 1000),
-            fourth((enum dtype)dtype, 70001, 1), *all[] = {&first, &second, &third, &fourth};
-        for (int i = 0; i < 4; i++) {
-            fill_numbers(all[i], (enum dtype)dtype, sizes[i]);
-            views[i].data = all[i]->data;
-            views[i].dtype = (enum dtype)dtype;
-        }
-        for (double p : {1.0, 2.0, 3.0, (double)INFINITY}) {
-            double norms[4];
-            run_norms(views, sizes, 4, p, (char *)norms);
-            for (int i = 0; i < 4; i++) {
-                double expected = norm_in_double(all[i]->data, (enum dtype)dtype, sizes[i], p);
-                double actual = as_double((const char *)norms, (enum dtype)dtype, i);
-                CHECK(fabs(actual - expected) <= (p == (double)INFINITY ? 0 : 3e-6) * expected);
-            }
-        }
-    }
-}
-
-/* The order of addition is the element's place: neither the grid, nor the address, nor the neighbours change a bit. */
-static void test_norms_have_the_same_bits_on_any_grid_and_address(void) {
-    enum { NUMEL = 200003 };
-    memory values(DTYPE_FLOAT32, NUMEL), shifted(DTYPE_FLOAT32, NUMEL, 1);
-    fill_numbers(&values, DTYPE_FLOAT32, NUMEL);
-    shifted.set(values);
-    struct tensor_view views[3] = {};
-    const int64_t sizes[3] = {NUMEL, 17, NUMEL};
-    float norms[3], alone;
-    for (struct tensor_view &view : views) {
-        view.data = values.data;
-    }
-    views[2].data = shifted.data;
-    run_norms(views, sizes, 3, 2.0, (char *)norms);
-    run_norms(views, sizes, 1, 2.0, (char *)&alone);
-    CHECK(memcmp(&norms[0], &norms[2], sizeof alone) == 0);
-    CHECK(memcmp(&norms[0], &alone, sizeof alone) == 0);
-}
-
-static void test_norms_of_many_tensors_take_several_tables(void) {
-    enum { COUNT = 400 };
-    std::vector<struct tensor_view> views(COUNT);
-    std::vector<int64_t> sizes(COUNT, 1);
-    std::vector<float> values(COUNT), norms(COUNT);
-    for (int i = 0; i < COUNT; i++) {
-        values[(size_t)i] = (float)-i;
-        views[(size_t)i].data = &values[(size_t)i];
-    }
-    run_norms(views.data(), sizes.data(), COUNT, 2.0, (char *)norms.data());
-    for (int i = 0; i < COUNT; i++) {
-        CHECK(norms[(size_t)i] == (float)i);
-    }
-}
-
-static void test_the_largest_magnitude_is_nan_where_one_is(void) {
-    float values[2000] = {0}, norm = 0;
-    struct tensor_view view = {};
-    int64_t numel = 2000;
-    values[3] = INFINITY;
-    values[1500] = NAN;
-    view.data = values;
-    run_norms(&view, &numel, 1, (double)INFINITY, (char *)&norm);
-    CHECK(norm != norm);
-}
-
 /* ---- unscale ---- */
 
 /* 100 tensors of every dtype, changed by the CPU and by the GPU; `spoilt` of them hold what is not finite. */
@@ -635,7 +544,7 @@ static void test_nothing_to_do_is_no_launch(void) {
 }
 
 static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(void) {
-    const struct kernel_stream second = {nullptr, nullptr, 0, false, 1}, missing = {nullptr, nullptr, 0, false, 7};
+    const struct kernel_stream second = {nullptr, nullptr, 1}, missing = {nullptr, nullptr, 7};
     memory values(DTYPE_FLOAT32, 10);
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &second), STATUS_OK); /* the emulation checks it */
     CHECK_EQUAL(emulated_device, 0);
@@ -681,11 +590,9 @@ static void test_a_cast_moves_vectors_where_both_sides_can(void) {
 /* The processors of a large GPU, some blocks each. */
 static void test_16_mebibytes_are_work_for_every_processor(void) {
     enum { MEBIBYTES = 16, BLOCKS = 132 * 3, PART = 32 };
-    const int64_t numel = MEBIBYTES << 18; /* fp32 */
     std::vector<char> bytes((MEBIBYTES << 20) / PART);
     const struct byte_range range = {bytes.data(), (int64_t)bytes.size()};
     uint64_t sum = 0;
-    CHECK(table->norms_scratch_nbytes(&numel, 1) / (int64_t)sizeof(double) >= BLOCKS);
     emulated_most_blocks = 0;
     CHECK_EQUAL(table->checksums(&sum, &range, 1, &on_gpu), STATUS_OK);
     CHECK(emulated_most_blocks * PART >= BLOCKS);
@@ -707,10 +614,6 @@ int main(void) {
     RUN(test_pack_refuses_what_the_cpu_refuses);
     RUN(test_copy_ranges_and_fill_equal_the_cpus);
     RUN(test_scale_equals_the_cpus_for_any_coefficient);
-    RUN(test_norms_are_right_for_every_p_and_dtype);
-    RUN(test_norms_have_the_same_bits_on_any_grid_and_address);
-    RUN(test_norms_of_many_tensors_take_several_tables);
-    RUN(test_the_largest_magnitude_is_nan_where_one_is);
     RUN(test_unscale_equals_the_cpus_and_finds_what_is_not_finite);
     RUN(test_checksums_equal_the_cpus_at_any_length_and_address);
     RUN(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address);

@@ -243,8 +243,12 @@ def a_piece_is_taken_inside_the_pool_and_free_at_once(folder: str) -> None:
     cuda.said.clear()
 
     def empty(numel: int, device: Any) -> SimpleNamespace:
-        cuda.said.append((numel, device.index))
-        return SimpleNamespace(data_ptr=lambda: 2**40)
+        """Without elements, which torch may fill: the storage grows behind its back."""
+        assert numel == 0
+        storage = SimpleNamespace(
+            resize_=lambda nbytes: cuda.said.append((nbytes, device.index)), data_ptr=lambda: 2**40
+        )
+        return SimpleNamespace(untyped_storage=lambda: storage)
 
     sys.modules["torch"].empty = empty  # type: ignore[attr-defined]
     assert not library.pool_cuts(0)

@@ -1,5 +1,5 @@
 /* links: kernels/accumulate.c kernels/adam.c kernels/blocks.c kernels/cast.c kernels/checksum.c kernels/copy.c kernels/loops.c kernels/loops_avx2.c
-          kernels/loops_avx512.c kernels/loops_default.c kernels/norm.c kernels/pack.c kernels/scale.c kernels/unscale.c */
+          kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c kernels/scale.c kernels/unscale.c */
 #include <math.h>
 #include <string.h>
 
@@ -20,7 +20,7 @@ static void cut_range(int64_t begin, int64_t end, int64_t grain, kernel_body bod
     }
 }
 
-static const struct kernel_stream cutting = {.parallel_for = cut_range, .vector_nbytes = 32};
+static const struct kernel_stream cutting = {.parallel_for = cut_range};
 
 /* A source with random sizes, a random order of its dimensions in memory and in the output, and random gaps in memory. */
 struct random_source {
@@ -246,7 +246,6 @@ static void test_kernels_accept_nothing_to_do(void) {
     CHECK_EQUAL(kernel_accumulate(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_fill(NULL, DTYPE_FLOAT32, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_copy_ranges(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
-    CHECK_EQUAL(kernel_norms(NULL, NULL, NULL, 0, 2.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_scale(NULL, NULL, 0, 2.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_unscale(NULL, NULL, 0, NULL, NULL, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
@@ -325,22 +324,6 @@ static void test_checksum_of_every_flipped_bit_and_length_differs(void) {
     }
 }
 
-static void test_norms_without_a_known_order_are_unsupported(void) {
-    const struct kernel_stream unknown = {.vector_nbytes = 0};
-    float values[2] = {3, 4};
-    float norm = 0;
-    int64_t two = 2;
-    struct tensor_view view = {values, DTYPE_FLOAT32, DEVICE_CPU, 0, 1, &two, NULL};
-    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 2.0, &unknown), STATUS_UNSUPPORTED);
-    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 0.0, &cutting), STATUS_UNSUPPORTED);
-    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 1.0, &unknown), STATUS_OK);
-    CHECK(norm == 7.0f);
-    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, INFINITY, &unknown), STATUS_OK);
-    CHECK(norm == 4.0f);
-    CHECK_EQUAL(kernel_norms(&norm, &view, &two, 1, 2.0, &cutting), STATUS_OK);
-    CHECK(norm == 5.0f);
-}
-
 int main(void) {
     RUN(test_pack_places_elements_of_any_strides);
     RUN(test_pack_add_adds_elements_of_any_strides);
@@ -354,7 +337,6 @@ int main(void) {
     RUN(test_fill_writes_the_value_in_the_dtype);
     RUN(test_cast_divide_in_place_divides);
     RUN(test_kernels_accept_nothing_to_do);
-    RUN(test_norms_without_a_known_order_are_unsupported);
     RUN(test_adamw_steps_operands_of_any_dtype);
     RUN(test_adamw_refuses_what_is_no_count_and_unknown_dtypes);
     RUN(test_checksum_reads_no_byte_outside_and_is_the_same_however_it_is_cut);

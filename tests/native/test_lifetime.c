@@ -1,4 +1,4 @@
-/* links: runtime/lifetime.c runtime/optional.c runtime/ahead.c runtime/order.c handle/handle_state.c handle/transition.c */
+/* links: runtime/lifetime.c runtime/stale.c runtime/optional.c runtime/ahead.c runtime/order.c handle/handle_state.c handle/transition.c */
 #include <string.h>
 
 #include "harness.h"
@@ -37,6 +37,7 @@ int unit_gather(struct unit *unit) {
         return 0;
     say(storage_gathers_in_node(&unit->handle->storage) ? "within" : "gather", unit);
     unit->handle->storage.param_state = PARAM_UNSHARDED;
+    unit->gathered_for = runtime.num_forwards;
     return 0;
 }
 
@@ -136,6 +137,23 @@ int layer_calls_place(struct layer_calls *layers, bool training) {
     return 0;
 }
 
+int edits_check_views(struct edits *edits) {
+    (void)edits;
+    return 0;
+}
+
+int edits_take_over_views(struct edits *edits) {
+    (void)edits;
+    return 0;
+}
+
+static int64_t num_writes; /* of each unit */
+
+int64_t edits_count_writes(const struct edits *edits) {
+    (void)edits;
+    return num_writes;
+}
+
 int unit_precision_for_forward(struct unit *unit) {
     (void)unit;
     return 0;
@@ -207,13 +225,21 @@ static void end_forward(int i, bool expected) {
     CHECK_EQUAL(unit_reshard_after_forward(&units[i]), 0);
 }
 
-static void forward(bool expected) {
+/* As the root's, up to the units inside; of those `first` and all after it run. */
+static void forward_from(int first, bool expected) {
+    runtime.num_forwards++;
+    CHECK_EQUAL(runtime_check_kept(&runtime), 0);
+    CHECK_EQUAL(runtime_give_back_stale(&runtime), 0);
     CHECK_EQUAL(unit_unshard_for_forward(&units[0]), 0);
-    for (int i = 1; i < UNITS; i++) {
+    for (int i = first; i < UNITS; i++) {
         CHECK_EQUAL(unit_unshard_for_forward(&units[i]), 0);
         end_forward(i, expected);
     }
     end_forward(0, expected);
+}
+
+static void forward(bool expected) {
+    forward_from(1, expected);
 }
 
 static void post_backward(int i) {
@@ -232,6 +258,7 @@ static void backward(void) {
 
 static void end_backward(void) {
     CHECK_EQUAL(runtime_reshard_units(&runtime), 0);
+    CHECK_EQUAL(runtime_note_kept(&runtime), 0);
     for (int i = 0; i < UNITS; i++) {
         CHECK_EQUAL(handle_set_training_state(&handles[i], USE_IDLE), 0);
         order_place_end_step(&units[i].place);
@@ -302,7 +329,52 @@ static void test_what_a_node_keeps_is_gathered_by_the_backward_alone(void) {
     forward(true); /* no backward follows: the next forward is of other parameters */
     said[0] = '\0';
     forward(false);
-    CHECK(it_said("gather1 gather2 free1 gather3 free2 free3 free0 settle"));
+    CHECK(it_said("free0 gather0 gather1 gather2 free1 gather3 free2 free3 free0 settle"));
+}
+
+static void test_a_forward_gathers_anew_what_one_without_backward_has_left(void) {
+    build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
+    forward(true);
+    said[0] = '\0';
+    forward_from(2, true);
+    CHECK(it_said("free0 free1 free2 free3 gather0 gather2 gather3"));
+}
+
+static void test_a_unit_that_runs_again_in_one_forward_is_gathered_once(void) {
+    build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
+    forward(true);
+    said[0] = '\0';
+    CHECK_EQUAL(unit_unshard_for_forward(&units[1]), 0);
+    end_forward(1, true);
+    CHECK(it_said(""));
+}
+
+static void test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward(void) {
+    build(FULL_SHARD, PREFETCH_NONE, true);
+    forward(true);
+    backward();
+    end_backward();
+    said[0] = '\0';
+    forward_from(3, false); /* 1 is expected after the root, and 2 and 3 after that */
+    CHECK(it_said("gather0 gather1 gather3 free3 free0 free1 settle"));
+    CHECK(!units[1].place.prefetched);
+}
+
+static void test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to(void) {
+    for (int written = 0; written < 2; written++) {
+        build(SHARD_GRAD_OP, PREFETCH_NONE, false);
+        for (int i = 0; i < UNITS; i++)
+            units[i].sync_gradients = false;
+        forward(true);
+        backward();
+        end_backward();
+        num_writes += written;
+        said[0] = '\0';
+        forward(true);
+        CHECK(it_said(written ? "free0 gather0 free1 gather1 free2 gather2 free3 gather3" : ""));
+        forward(true); /* no backward came */
+        CHECK(it_said("free0 free1 free2 free3 gather0 gather1 gather2 gather3"));
+    }
 }
 
 static void test_the_first_forward_tells_the_next_what_to_gather_ahead(void) {
@@ -410,6 +482,10 @@ int main(void) {
     RUN(test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered);
     RUN(test_copies_of_what_is_not_sharded_are_freed_at_once);
     RUN(test_what_a_node_keeps_is_gathered_by_the_backward_alone);
+    RUN(test_a_forward_gathers_anew_what_one_without_backward_has_left);
+    RUN(test_a_unit_that_runs_again_in_one_forward_is_gathered_once);
+    RUN(test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward);
+    RUN(test_what_no_sync_keeps_is_for_the_next_forward_unless_parameters_were_written_to);
     RUN(test_the_first_forward_tells_the_next_what_to_gather_ahead);
     RUN(test_limits_say_how_many_units_are_gathered_ahead);
     RUN(test_after_a_unit_the_next_is_gathered_before_its_memory_goes);

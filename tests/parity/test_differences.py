@@ -144,6 +144,58 @@ def test_row_4_evaluation_sees_the_optimizer_step_before_it(rank: int, world_siz
     assert stale == {"torch": True, "fsdp_c": False}
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2)
+def test_row_38_a_forward_sees_the_step_after_one_whose_backward_never_came(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    stale = {}
+    for which in BOTH:
+        model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy=strategy, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        model(batch(rank)).sum().backward()
+        before = model(batch(rank)).detach()
+        optimizer.step()
+        stale[which] = torch.equal(before, model(batch(rank)).detach())
+    assert stale == {"torch": True, "fsdp_c": False}
+
+
+@on_ranks(2)
+def test_row_38_a_forward_sees_the_step_after_one_that_left_out_what_comes_next(rank: int, world_size: int) -> None:
+    def losses(model: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        seen = []
+        for _ in range(3):
+            loss = model(batch(0)).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                model.skip = frozenset({1})
+                model(batch(0))
+                model.skip = frozenset()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(loss.item())
+        return seen
+
+    expected = pytest.approx(losses(plain().to(device())))
+    assert losses(per_block("fsdp_c", forward_prefetch=True)) == expected
+    assert losses(per_block("torch", forward_prefetch=True)) != expected
+
+
+@on_ranks(2)
+def test_row_38_what_is_written_to_whole_parameters_outlives_the_backward(rank: int, world_size: int) -> None:
+    kept = {}
+    for which in BOTH:
+        model = wrap(which, nn.Linear(WIDTH, WIDTH), strategy="SHARD_GRAD_OP")
+        output = model(batch(rank))
+        with torch.no_grad():
+            model.bias.fill_(3.0)
+        output.sum().backward()
+        kept[which] = bool((model.state_dict()["bias"] == 3.0).all())
+    assert kept == {"torch": False, "fsdp_c": True}
+
+
 # ----------------------------------------------------------------- state dicts and summon
 
 
@@ -704,3 +756,124 @@ def test_row_31_data_put_into_a_flat_parameter_stays(rank: int, world_size: int)
             outputs.append(loss.item())
         found[which] = outputs[0] == outputs[1], bool((model._flat_param == 0.5).all())
     assert found == {"torch": (False, False), "fsdp_c": (True, True)}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+@on_ranks(2)
+def test_row_44_zero_grad_of_the_model_clears_gradients_between_forward_and_backward(
+    rank: int, world_size: int, set_to_none: bool
+) -> None:
+    """Torch shows views there in the place of parameters, so that gradients add up over the steps."""
+    losses = {}
+    for which in (*BOTH, "plain"):
+        model = plain() if which == "plain" else per_block(which, strategy="SHARD_GRAD_OP")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        losses[which] = []
+        for _ in range(3):
+            loss = model(batch(0)).square().mean()
+            model.zero_grad(set_to_none)
+            loss.backward()
+            optimizer.step()
+            losses[which].append(loss.detach())
+    assert_close(losses["fsdp_c"], losses["plain"])
+    with pytest.raises(AssertionError):
+        assert_close(losses["torch"], losses["plain"])
+
+
+@on_ranks(2)
+def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int, world_size: int) -> None:
+    said = {}
+    for which in BOTH:
+        model = per_block(which, strategy="SHARD_GRAD_OP")
+        model(batch(rank))
+        with contextlib.suppress(RuntimeError):
+            model.requires_grad_(False)
+        with torch.no_grad():
+            model(batch(rank))
+        said[which] = any(parameter.requires_grad for parameter in model.parameters())
+    assert said == {"torch": True, "fsdp_c": False}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Torch zeroes what no_sync has left, and adds what was reduced before that to the next gradient."""
+
+    def step(model: Any, one: int) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for index in range(3):
+            model(batch(0, 1)).square().mean().backward()
+            with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+                model(batch(0, 2)).square().mean().backward()
+            optimizer.zero_grad(set_to_none=False)
+            loss = model(batch(0, index)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return losses
+
+    expected = step(plain(), 0)
+    found = {which: step(per_block(which, use_orig_params=use_orig_params), rank) for which in BOTH}
+    assert_close(found["fsdp_c"], expected)
+    with pytest.raises(AssertionError):
+        assert_close(found["torch"], expected)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_row_42_a_frozen_parameter_keeps_its_gradient(rank: int, world_size: int, strategy: str) -> None:
+    """Torch drops it in the next backward, but for a unit that is frozen as a whole under SHARD_GRAD_OP."""
+
+    def step(model: Any, net: Net) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(batch(0)).square().mean().backward()
+        net.blocks[0].up.weight.requires_grad_(False)
+        losses = []
+        for index in range(2):
+            loss = model(batch(0, index)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return losses
+
+    module = plain()
+    expected = step(module, module)
+    found = {}
+    for which in BOTH:
+        model = per_block(which, strategy=strategy)
+        found[which] = step(model, model.module)
+    assert_close(found["fsdp_c"], expected)
+    with pytest.raises(AssertionError):
+        assert_close(found["torch"], expected)
+
+
+@on_ranks(2)
+def test_row_45_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, world_size: int) -> None:
+    """Torch reduces and frees the unit after the gradients of the first part, whose neighbours are still to come."""
+
+    def step(which: str) -> list[Tensor]:
+        model = wrap(which, plain(around="reentrant"))  # the blocks, all in one unit
+        model(batch(rank)).sum().backward()
+        return full_gradients(model)
+
+    assert isinstance(gradients_or_error(lambda: step("torch")), str)
+    races.forget()
+    expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum(), around="reentrant")
+    assert_close(step("fsdp_c"), expected)
+
+
+@on_ranks(2)
+def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int, world_size: int) -> None:
+    def sliced() -> nn.Linear:
+        layer = nn.Linear(WIDTH, WIDTH)
+        layer.weight = nn.Parameter(torch.arange(3.0 * WIDTH * WIDTH).view(WIDTH, 3 * WIDTH)[:, WIDTH : 2 * WIDTH])
+        nn.init.ones_(layer.bias)
+        return layer
+
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        wrap("torch", sliced())
+    assert torch.equal(wrap("fsdp_c", sliced())(batch(rank)), sliced()(batch(rank)))

@@ -156,6 +156,32 @@ def read_gradients(trainer: Trainer) -> None:
         trainer.update()
 
 
+def train_deterministically(trainer: Trainer) -> None:
+    """torch fills fresh memory then, by a kernel on the stream that is current."""
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        plain(trainer)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def step_under_streams_that_end(trainer: Trainer) -> None:
+    for _ in range(3):
+        stream = torch.cuda.Stream()
+        with after_current(stream):
+            trainer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        del stream
+
+
+def step_in_a_pool(trainer: Trainer) -> None:
+    """The script takes the memory of a step from a pool of its own."""
+    pool = torch.cuda.MemPool()
+    for _ in range(2):
+        with torch.cuda.use_mem_pool(pool):
+            trainer.step()
+
+
 def write_after_a_refusal(trainer: Trainer) -> None:
     """What the gather would have read is being made while the script changes the parameters that it is made of."""
     trainer.step()
@@ -175,6 +201,10 @@ OWN: dict[str, tuple[Body, dict[str, Any]]] = {
     "two streams, two forwards": (add_up_under_two_streams, {"limit_all_gathers": False}),
     "two streams, bf16": (step_under_two_streams, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "two streams, evaluate": (evaluate_under_two_streams, {"limit_all_gathers": False}),
+    "streams that end, bf16": (step_under_streams_that_end, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "deterministic": (train_deterministically, {"limit_all_gathers": False}),
+    "deterministic, bf16": (train_deterministically, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "in a pool, bf16": (step_in_a_pool, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "write after a refusal": (
         write_after_a_refusal,
         {"mixed_precision": BF16, "limit_all_gathers": False, "use_orig_params": False},

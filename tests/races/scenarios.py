@@ -100,6 +100,47 @@ def two_forwards(trainer: Trainer) -> None:
         trainer.update()
 
 
+def two_backwards(trainer: Trainer) -> None:
+    """One after the other, and the first of them under no_sync."""
+    for step in range(2):
+        losses = [trainer.forward(), trainer.forward()]
+        with trainer.model.no_sync() if step else contextlib.nullcontext():
+            losses[0].backward()
+        losses[1].backward()
+        trainer.update()
+
+
+def backward_twice(trainer: Trainer) -> None:
+    """Through one graph."""
+    for _ in range(2):
+        loss = trainer.forward()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        trainer.update()
+
+
+def update_between_backwards(trainer: Trainer) -> None:
+    """The second gathers what the optimizer has written; no forward comes between."""
+    for _ in range(2):
+        losses = [trainer.forward(), trainer.forward()]
+        for loss in losses:
+            loss.backward()
+            trainer.model.clip_grad_norm_(1.0)
+            trainer.update()
+
+
+def auxiliary_loss_first(trainer: Trainer) -> None:
+    """A backward from a block's output, then that of the whole."""
+    outputs: list[Tensor] = []
+    hook = trainer.model.module.blocks[1].register_forward_hook(lambda *args: outputs.append(args[-1]))
+    for _ in range(2):
+        loss = trainer.forward()
+        outputs.pop().float().square().mean().backward(retain_graph=True)
+        loss.backward()
+        trainer.update()
+    hook.remove()
+
+
 def evaluate(trainer: Trainer) -> None:
     """Forwards without a backward, by both ways to say so, and in the middle of training."""
     for _ in range(2):
@@ -294,6 +335,19 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
     "accumulate, SHARD_GRAD_OP": (accumulate, {"strategy": "SHARD_GRAD_OP", "use_orig_params": False}),
     "accumulate, NO_SHARD": (accumulate, {"strategy": "NO_SHARD"}),
     "two forwards": (two_forwards, {"limit_all_gathers": False}),
+    "two backwards": (two_backwards, {"limit_all_gathers": False}),
+    "two backwards, bf16": (two_backwards, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "two backwards, offload": (two_backwards, {"limit_all_gathers": False, "cpu_offload": CPUOffload(True)}),
+    "backward twice, bf16": (backward_twice, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "update between backwards": (update_between_backwards, {"limit_all_gathers": False}),
+    "update between backwards, bf16": (
+        update_between_backwards,
+        {"limit_all_gathers": False, "mixed_precision": BF16},
+    ),
+    "auxiliary loss, checkpointed, bf16": (
+        auxiliary_loss_first,
+        {"net": {"around": "reentrant"}, "limit_all_gathers": False, "mixed_precision": BF16},
+    ),
     "checkpointed": (plain, {"net": {"around": "nonreentrant"}, "limit_all_gathers": False}),
     "checkpointed inside": (plain, {"net": {"checkpoint_mode": "reentrant"}}),
     "evaluate": (evaluate, {"limit_all_gathers": False}),
@@ -357,4 +411,12 @@ SCENARIOS: dict[str, tuple[Body, dict[str, Any]]] = {
 }
 
 
-HYBRID_SCENARIOS = ["accumulate", "reduce fp32", "raise in backward", "step in backward", "offload", "optional"]
+HYBRID_SCENARIOS = [
+    "accumulate",
+    "two backwards, bf16",
+    "reduce fp32",
+    "raise in backward",
+    "step in backward",
+    "offload",
+    "optional",
+]

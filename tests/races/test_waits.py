@@ -49,6 +49,10 @@ NEEDED = {
 }
 
 
+# A last reduction whose input lies in the pool, which units have that are large enough: FSDP_C_TEST_WIDTH.
+OF_THE_POOL = {("post-backward", "unshard"), ("unshard", "post-backward"), ("pre-unshard", "post-backward")}
+
+
 @pytest.mark.parametrize("kind", NEEDED, ids=" for ".join)
 def test_each_kind_of_wait_is_needed_somewhere(kind: tuple[str, str]) -> None:
     """The waits in the middle first, which are of steps like all others."""
@@ -64,7 +68,7 @@ def test_each_kind_of_wait_is_needed_somewhere(kind: tuple[str, str]) -> None:
 def test_programs_are_in_order_by_these_kinds(program: str) -> None:
     whole = run(program)
     assert not whole.reports
-    assert {wait.kind for wait in whole.waits} <= set(NEEDED)
+    assert {wait.kind for wait in whole.waits} <= set(NEEDED) | OF_THE_POOL
 
 
 def test_a_program_goes_the_same_way_each_time() -> None:

@@ -92,6 +92,28 @@ assert [block.nbytes for block in taken.segments.values() if block.in_pool] == [
 """)
 
 
+def test_what_is_gathered_outside_of_a_step_is_not_kept_for_steps() -> None:
+    """Whole parameters in fp32 are shown under the script's stream; the pool is of another one, and has no room."""
+    run("""
+torch.cuda.empty_cache()
+before = torch.cuda.memory_reserved()
+with FSDP.summon_full_params(model):
+    inside = torch.cuda.memory_reserved()
+torch.cuda.empty_cache()
+assert torch.cuda.memory_reserved() == before, (before, torch.cuda.memory_reserved())
+assert inside > before, (before, inside)
+handle = model.module[0]._handle
+full = torch.empty(handle.layout.padded_numel, dtype=torch.bfloat16, device="cuda")
+torch.ops.fsdp_c.unshard(full, handle.op_id)
+torch.ops.fsdp_c.reshard(full, handle.op_id)
+forward_backward()  # gives back what is held until its last use
+optimizer.zero_grad()
+del full
+torch.cuda.empty_cache()
+assert torch.cuda.memory_reserved() == before, (before, torch.cuda.memory_reserved())
+""")
+
+
 @pytest.mark.parametrize("conf", ["", "max_split_size_mb:21"])
 def test_a_segment_that_the_allocator_may_not_split_is_given_back(conf: str) -> None:
     """Then what steps gather has segments of its own, and empty_cache() leaves nothing idle beside them."""

@@ -162,6 +162,88 @@ def test_parts_of_tensors_in_several_safetensors_files_are_put_together(tmp_path
         contents(tmp_path)
 
 
+def hugging_face(folder: Path, kind: str) -> dict[str, str]:
+    """A folder of three files with an index; which file has which tensor."""
+    stem, suffix = {"safetensors": ("model", "safetensors"), "bin": ("pytorch_model", "bin")}[kind]
+    folder.mkdir()
+    files = {f"l{i}.w": f"{stem}-0000{i}-of-00003.{suffix}" for i in (1, 2, 3)}
+    for i, (key, name) in enumerate(files.items()):
+        torch.save({key: torch.full((2,), float(i))}, folder / "one.pt")
+        if kind == "safetensors":
+            run("convert", folder / "one.pt", folder / name)
+            (folder / "one.pt").unlink()
+        else:
+            (folder / "one.pt").rename(folder / name)
+    write_index(folder, kind, files)
+    return files
+
+
+def write_index(folder: Path, kind: str, files: Any) -> Path:
+    name = {"safetensors": "model.safetensors.index.json", "bin": "pytorch_model.bin.index.json"}[kind]
+    (folder / name).write_text(json.dumps({"metadata": {"total_size": 24}, "weight_map": files}))
+    return folder / name
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_hugging_face_folder_is_held_to_its_index(kind: str, tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "hf"
+    files = hugging_face(folder, kind)
+    run("verify", folder)
+    expected = {key: torch.full((2,), float(i)) for i, key in enumerate(files)}
+    assert_same(contents(folder), expected)
+    for name in ("training_args.bin", "optimizer.pt", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"no tensors")  # which the index does not name
+    if kind == "bin":
+        (folder / "consolidated.safetensors").unlink()
+    capsys.readouterr()
+    run("verify", folder)
+    left_out = {"safetensors": "consolidated.safetensors", "bin": "training_args.bin"}[kind]
+    assert f"index.json (left out: {left_out})" in capsys.readouterr().out
+    assert_same(contents(folder), expected)
+
+    last = folder / files["l3.w"]
+    torch.save({"l4.w": torch.ones(2)}, folder / "other")
+    cases = [
+        ({**files, "l4.w": last.name}, f"{last}: l4.w is missing, which"),
+        ({key: name for key, name in files.items() if key != "l3.w"} | {"l9.w": last.name}, f"{last}: l9.w is missing"),
+        ({**files, "l1.w": last.name, "x": files["l1.w"]}, f"{last}: l1.w is missing"),
+        ({**files, "l4.w": "nowhere." + kind}, f"{folder / ('nowhere.' + kind)}: missing: "),
+        ({**files, "l4.w": "../" + last.name}, "leads out of the folder"),
+        ({**files, "l4.w": 4}, "damaged"),
+        ([], "damaged"),
+    ]
+    for listed, message in cases:
+        write_index(folder, kind, listed)
+        for command in (["inspect", folder], ["verify", folder], ["convert", folder, tmp_path / "out"]):
+            run(*command, status=2)
+            assert message in capsys.readouterr().err, (listed, command)
+    write_index(folder, kind, files)
+    (folder / files["l2.w"]).unlink()
+    for command in (["inspect", folder], ["verify", folder], ["convert", folder, tmp_path / "out"]):
+        run(*command, status=2)
+        assert f"{folder / files['l2.w']}: missing: " in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_a_file_with_tensors_that_the_index_does_not_name_is_refused(kind: str, tmp_path: Path, capsys) -> None:
+    files = hugging_face(tmp_path / "hf", kind)
+    torch.save({"l3.w": torch.ones(2), "l4.w": torch.ones(2)}, tmp_path / "more.pt")
+    run("convert", tmp_path / "more.pt", tmp_path / f"more.{kind}")
+    last = tmp_path / "hf" / files["l3.w"]
+    (tmp_path / f"more.{kind}").rename(last)
+    run("verify", tmp_path / "hf", status=2)
+    assert f"{last}: holds l4.w, which " in capsys.readouterr().err
+
+
+def test_a_folder_with_two_indices_is_ambiguous(tmp_path: Path, capsys) -> None:
+    hugging_face(tmp_path / "hf", "safetensors")
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    index.with_name("model.fp16.safetensors.index.json").write_bytes(index.read_bytes())
+    run("inspect", tmp_path / "hf", status=2)
+    assert "are both there" in capsys.readouterr().err
+
+
 def test_dtype_casts_floating_tensors_but_for_single_numbers(saved: Path, tmp_path: Path) -> None:
     run("convert", saved, tmp_path / "half", "--dtype", "bfloat16")
     entries = open_source(tmp_path / "half").entries

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import shutil
-import signal
-import time
-import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,10 +15,8 @@ import torch
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, folder
-from tests.checkpoints import fill, save_versions
-
-KILLS = 60
+from fsdp_c.checkpoint import CheckpointError, cli
+from tests.checkpoints import fill, killed_at
 
 
 def model_of(version: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -51,83 +47,72 @@ def loaded_version(path: Path) -> int:
     return extra["version"]
 
 
-def saver(path: Path, first: int, report: int) -> None:
-    """In a child: one save after the other, telling which are done."""
-    model, optimizer = model_of(first)
-    save_versions(model, optimizer, path, first, report)
+@pytest.fixture(autouse=True)
+def quick_disk(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Nothing is flushed, but where a test looks at that: no power fails here."""
+    if "disk" in request.keywords:
+        yield
+        return
+    with mock.patch("os.fsync", lambda descriptor: None):
+        yield
 
 
-def killed_saver(path: Path, first: int, delay: float) -> list[str]:
-    """What the child told before it was killed, ``delay`` seconds after it began to save."""
-    reading, writing = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
-        child = os.fork()
-    if child == 0:
-        try:
-            saver(path, first, writing)
-        finally:
-            os._exit(1)
-    os.close(writing)
-    first_told = os.read(reading, 4096).decode()
-    time.sleep(delay)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with os.fdopen(reading) as told:
-        return (first_told + told.read()).split("\n")
+def prepare(path: Path, kind: str) -> int:
+    """Brings about what a save finds: the version there, 0 for none."""
+    if kind == "new":
+        return 0
+    if kind in ("a folder", "one saved in place"):
+        path.mkdir()
+    version = 0 if kind == "a folder" else 1
+    if version:
+        save(path, version)
+    (path / "notes.txt").write_text("mine")
+    return version
 
 
-@pytest.mark.parametrize("can_exchange", [True, False])
+def kinds_in(folder: Path) -> set[str]:
+    return {name.split("-")[0] for name in os.listdir(folder)}
+
+
+@pytest.mark.parametrize("kind", ["new", "a folder", "a checkpoint", "one saved in place"])
 @pytest.mark.timeout(280)
-def test_a_kill_at_any_time_leaves_the_old_checkpoint_or_the_new(can_exchange: bool, tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    rng = random.Random(0)
-    save(path, 0)
-    current, partial, kept = 0, 0, 0
-    exchange = folder._exchange if can_exchange else lambda one, other: False
-    with mock.patch.object(folder, "_exchange", exchange):
-        for _ in range(KILLS // 2):
-            told = killed_saver(path, current + 1, 10 ** rng.uniform(-3.5, -1.0))
-            done = [int(line.split()[1]) for line in told if line.startswith("done")]
-            begun = [int(line.split()[1]) for line in told if line.startswith("begin")]
-            low, high = max([current, *done]), max([current, *begun])
-            current = loaded_version(path)
-            assert low <= current <= high
-            kept += current == low < high
-            partial += any(tmp_path.glob(".ckpt.saving-*"))
-        save(path, current + 1)
-    assert kept and partial  # some kills did hit a save
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
-
-
-def test_a_kill_between_two_renames_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "ckpt"
-    save(path, 1)
-
-    class Killed(BaseException):
-        pass
-
-    original = os.rename
-
-    def killed_rename(source: Any, target: Any) -> None:
-        if Path(target) == path:
-            raise Killed
-        original(source, target)
-
-    with mock.patch.object(folder, "_exchange", return_value=False), mock.patch("os.rename", killed_rename):
-        with pytest.raises(BaseException):  # noqa: B017
-            save(path, 2)
-    assert not path.exists() and loaded_version(path) == 1
-    save(path, 3)
-    assert loaded_version(path) == 3
-    save(path, 4)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
+def test_a_kill_at_any_call_leaves_the_old_checkpoint_or_the_new(kind: str, tmp_path: Path) -> None:
+    path, template = tmp_path / "in" / "ckpt", tmp_path / "template"
+    old = prepare(template, kind)
+    in_place = template.exists()
+    at_first = kinds_in(template) if in_place else set()
+    inside, flat = {".metadata", "fsdp_c", "notes.txt"}, {".metadata", "checksums.json", "__0_0.distcp"}
+    found, rubbish = [], 0
+    for call in itertools.count(1):
+        path.parent.mkdir()
+        if in_place:
+            shutil.copytree(template, path)
+        killed = killed_at(call, lambda: save(path, 2))
+        assert (path / ".metadata").exists() or not old
+        found.append(loaded_version(path) if (path / ".metadata").exists() else 0)
+        assert found[-1] in (old, 2)
+        if killed:
+            rubbish += os.listdir(path.parent) != ["ckpt"] or kinds_in(path) not in (at_first, inside)
+        else:
+            assert kinds_in(path) == (inside if in_place else flat)
+        save(path, 3)  # removes what is left, and nothing else
+        assert loaded_version(path) == 3
+        assert os.listdir(path.parent) == ["ckpt"]
+        assert kinds_in(path) == (inside if in_place else {".metadata", "fsdp_c"} if found[-1] else flat)
+        assert len(list(path.glob("fsdp_c-*"))) <= 1
+        shutil.rmtree(path.parent)
+        if not killed:
+            break
+    changes = [one != other for one, other in itertools.pairwise(found)]
+    assert changes.count(True) == 1 and found[0] == old and found[-1] == 2  # it comes about in one step
+    assert len(found) > 15 and rubbish > 5  # kills did hit the save
 
 
 def files_of(path: Path) -> list[Path]:
-    found = sorted(path.iterdir())
+    """Relative to ``path``."""
+    found = sorted((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.name)
     assert [file.name for file in found] == [".metadata", "__0_0.distcp", "checksums.json"]
-    return found
+    return [file.relative_to(path) for file in found]
 
 
 def outcome(path: Path) -> str:
@@ -140,19 +125,24 @@ def outcome(path: Path) -> str:
         return "refused"
 
 
-def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_verify(tmp_path, capsys) -> None:
+in_either_layout = pytest.mark.parametrize("in_place", [False, True])
+
+
+@in_either_layout
+def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_verify(in_place, tmp_path, capsys) -> None:
     path, work = tmp_path / "ckpt", tmp_path / "work"
+    path.mkdir() if in_place else None
     save(path, 7)
     rng = random.Random(0)
     outcomes = []
     for file in files_of(path):
-        content = file.read_bytes()
+        content = (path / file).read_bytes()
         for position in rng.sample(range(len(content)), 70):
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(path, work)
             flipped = bytearray(content)
             flipped[position] ^= 1 << rng.randrange(8)
-            (work / file.name).write_bytes(flipped)
+            (work / file).write_bytes(flipped)
             outcomes.append(outcome(work))
             if file.name != "checksums.json":  # a space more or less there is no damage
                 assert cli.main(["verify", str(work)]) in (1, 2)
@@ -160,17 +150,19 @@ def test_a_flipped_byte_anywhere_is_refused_or_harmless_and_always_found_by_veri
     assert outcomes.count("refused") > 150
 
 
-def test_a_torn_or_missing_file_is_refused(tmp_path: Path) -> None:
+@in_either_layout
+def test_a_torn_or_missing_file_is_refused(in_place: bool, tmp_path: Path) -> None:
     path, work = tmp_path / "ckpt", tmp_path / "work"
+    path.mkdir() if in_place else None
     save(path, 7)
     for file in files_of(path):
-        size = file.stat().st_size
+        size = (path / file).stat().st_size
         for length in (0, 1, size // 2, size - 1):
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(path, work)
-            os.truncate(work / file.name, length)
+            os.truncate(work / file, length)
             assert outcome(work) == "refused"
-        (work / file.name).unlink()
+        (work / file).unlink()
         with pytest.raises((CheckpointError, FileNotFoundError), match="missing|not a checkpoint"):
             loaded_version(work)
 
@@ -193,46 +185,69 @@ def test_a_temporary_folder_is_no_checkpoint_and_is_cleaned_up_by_the_next_save(
         with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
             save(path, 1)
     assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".ckpt.saving-abc").mkdir()
-    (tmp_path / ".ckpt.saving-abc" / "__0_0.distcp").write_bytes(b"x")
+    left = tmp_path / ".ckpt.saving-0123456789ab"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"x")
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         loaded_version(path)
     with pytest.raises(FileNotFoundError, match="not a checkpoint: it has no .metadata"):
-        loaded_version(tmp_path / ".ckpt.saving-abc")
+        loaded_version(left)
     save(path, 2)
     assert [entry.name for entry in tmp_path.iterdir()] == ["ckpt"]
 
 
-def test_what_is_no_checkpoint_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(FileExistsError, match="is not a checkpoint, so it is not overwritten"):
-        save(tmp_path / "mine", 1)
-    with pytest.raises(FileExistsError, match="not a folder"):
-        save(tmp_path / "mine" / "thesis.tex", 1)
-    (tmp_path / "empty").mkdir()
-    save(tmp_path / "empty", 3)
-    assert loaded_version(tmp_path / "empty") == 3
-
-
-def test_everything_is_on_disk_before_the_rename(tmp_path: Path) -> None:
+def test_nothing_is_flushed_too_late(tmp_path: Path) -> None:
+    """Whatever a published name leads to is on the disk before the rename, and the old data go once it is, too."""
     path = tmp_path / "ckpt"
-    synced: list[str] = []
-    fsync = os.fsync
+    done: list[tuple[str, str]] = []
+    rename, unlink = os.rename, os.unlink
 
     def noted(descriptor: int) -> None:
-        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split("-")[0]))
 
-    def publish(temporary: Path, final: Path) -> None:
-        assert set(synced) == {file.name for file in temporary.iterdir()}
-        synced.clear()
-        original(temporary, final)
+    def renamed(source: Path, target: Path) -> None:
+        done.append(("rename", Path(target).name.split("-")[0]))
+        rename(source, target)
 
-    original = folder.publish
-    with mock.patch("os.fsync", noted), mock.patch("fsdp_c.checkpoint.storage.publish", publish):
+    def unlinked(target: Path, **others: int) -> None:
+        done.append(("unlink", Path(target).name))
+        unlink(target, **others)
+
+    patches = mock.patch("os.fsync", noted), mock.patch("os.rename", renamed), mock.patch("os.unlink", unlinked)
+    with patches[0], patches[1], patches[2]:
         save(path, 1)
-    assert synced[0].startswith(".ckpt.saving-") and synced[1] == tmp_path.name
+        first, done[:] = done[:], []
+        save(path, 2)
+    files = [("fsync", "__0_0.distcp"), ("fsync", ".metadata"), ("fsync", "checksums.json")]
+    beside = [("fsync", ".ckpt.saving"), ("rename", "ckpt"), ("fsync", tmp_path.name.split("-")[0])]
+    assert first == [*files, *beside, ("unlink", ".ckpt.saving.lock")]
+    within = [("fsync", "replaced"), ("fsync", "fsdp_c"), ("fsync", "ckpt"), ("rename", ".metadata"), ("fsync", "ckpt")]
+    assert done[:8] == [*files, *within]
+    assert {what for what, _ in done[8:]} == {"unlink"} and {name for _, name in done[8:]} == {
+        "__0_0.distcp",
+        "checksums.json",
+        "replaced",
+        ".saving.lock",
+    }
+
+
+@in_either_layout
+def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there(in_place, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    if in_place:
+        save(path, 1)
+
+    def failing(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(path if in_place else tmp_path):
+            if not in_place or b"fsdp_c-data-" in (path / ".metadata").read_bytes():
+                raise OSError(5, "Input/output error")
+
+    with mock.patch("os.fsync", failing), pytest.warns(UserWarning, match=f"{path}: saved and in its place.*output"):
+        save(path, 2)
+    assert loaded_version(path) == 2
+    assert not in_place or (path / "__0_0.distcp").exists()  # the old data stay: the old name may come back
+    save(path, 3)
+    assert loaded_version(path) == 3 and not (path / "__0_0.distcp").exists()
 
 
 def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -158,8 +154,10 @@ def test_pack_gives_the_same_bits_on_one_and_on_several_threads() -> None:
     assert_same_bits(results[0][200_016:480_016], (grads[1].reshape(-1).bfloat16() / 3.0))
 
 
-def check_norms(dtype: torch.dtype, p: float) -> None:
-    """Norms of many lengths, tails and magnitudes equal torch's."""
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("p", [0.0, 1.0, 1.5, 2.0, 3.0, math.inf])
+def test_norms_equal_vector_norm(dtype: torch.dtype, p: float) -> None:
+    """Norms of many lengths, tails and magnitudes."""
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
     numels = [*range(1, 35), 63, 64, 65, 100, 1000, 1023, 1024, 1025, 2049, 4097, 40_000, 70_001]
     tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in numels]
@@ -167,35 +165,10 @@ def check_norms(dtype: torch.dtype, p: float) -> None:
     tensors += [torch.tensor(special, dtype=dtype) for special in SPECIAL]
     tensors += [torch.tensor([special, 1.0, -2.0], dtype=dtype) for special in SPECIAL]
     tensors += [values(numel, dtype, seed=numel).nan_to_num(0.0, 1.0, -1.0) for numel in numels]
-    tensors += [values(100, dtype), torch.randn(33, 35).to(dtype), torch.randn(1, 9, 1).to(dtype)]
+    tensors += [values(100, dtype), torch.randn(33, 35).to(dtype), torch.randn(33, 35).to(dtype).t()]
     norms = OPS.norms(tensors, p)
     expected = torch.stack([torch.linalg.vector_norm(tensor, p, dtype=arithmetic) for tensor in tensors])
     assert_same_bits(norms, expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("p", [2.0, math.inf])
-def test_norms_equal_vector_norm(dtype: torch.dtype, p: float) -> None:
-    check_norms(dtype, p)
-
-
-CAPABILITIES = ("default", "avx2", "avx512")
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_norms_follow_the_capability_that_torch_runs_with(capability: str) -> None:
-    most = torch.backends.cpu.get_cpu_capability().lower()
-    if capability in CAPABILITIES[CAPABILITIES.index(most) + 1 :]:
-        pytest.skip(f"this processor has {most} at most, and torch would run {capability} all the same")
-    script = (
-        "import torch; from tests.unit.test_kernels import DTYPES, check_norms\n"
-        "for dtype in DTYPES: check_norms(dtype, 2.0)\n"
-    )
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability}
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
 
 
 def test_tensors_of_several_dtypes_go_in_one_call() -> None:
@@ -211,16 +184,6 @@ def test_tensors_of_several_dtypes_go_in_one_call() -> None:
 
 def test_norm_of_an_empty_tensor_is_zero() -> None:
     assert OPS.norms([torch.empty(0), torch.ones(4)], 2.0).tolist() == [0.0, 2.0]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("p", [1.0, 1.5, 3.0])
-def test_other_norms_are_as_exact_as_fp64_allows(dtype: torch.dtype, p: float) -> None:
-    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype) for numel in NUMELS]
-    tensors += [torch.tensor([math.inf, 1.0], dtype=dtype), torch.tensor([math.nan, 1.0], dtype=dtype)]
-    expected = torch.stack([torch.linalg.vector_norm(tensor.double(), p) for tensor in tensors])
-    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-    torch.testing.assert_close(OPS.norms(tensors, p).double(), expected, rtol=tolerance, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -300,13 +263,6 @@ def on_threads(call: Callable[[], Any], counts: tuple[int, ...] = (1, 2)) -> lis
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("p", [1.0, 3.0])
-def test_other_norms_do_not_depend_on_the_number_of_threads(p: float) -> None:
-    tensors = [values(3_000_001, torch.float32).nan_to_num(0.0, 1.0, -1.0), torch.randn(100)]
-    one, two = on_threads(lambda: OPS.norms(tensors, p))
-    assert_same_bits(two, one)
-
-
 NUMBERED = [1.0, 4.0, 3.3]  # no division, one by an exact inverse, a real one
 
 
@@ -323,8 +279,7 @@ def everything(dtype: torch.dtype, other: torch.dtype) -> list[Tensor]:
         strided = torch.zeros(2500, dtype=other)
         OPS.pack_gradients(strided, [tensor[:1000].view(40, 25).t()], [7], divisor)
         finite = [one.nan_to_num(0.0, 1.0, -1.0) for one in (target, tensor.to(other))]
-        norms = [OPS.norms(finite, p) for p in (1.0, 1.5, 2.0, 3.0, math.inf)]
-        made += [target, tensor, found, strided, *norms, OPS.checksums([finite[0], finite[1][1:]])]
+        made += [target, tensor, found, strided, OPS.checksums([finite[0], finite[1][1:]])]
     return made
 
 

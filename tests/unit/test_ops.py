@@ -135,9 +135,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
     "offset missing": ("pack_gradients", (torch.ones(8), [F], [], 1.0), "1 grads, but 0 offsets"),
     "zero divisor": ("cast_divide", (F, 0.0, torch.float32), "divisor must be positive, not 0"),
     "other size": ("accumulate_shard", (F, torch.ones(5), 1.0), "accumulator has 4 elements, shard 5"),
-    "other norm": ("norms", ([F], -1.0), "no kernel for these dtypes or this norm"),
-    "mixed doubles": ("norms", ([F, F.double()], 2.0), "float64 tensors cannot be mixed"),
-    "strided norm": ("norms", ([torch.ones(2, 3).t()], 2.0), "each of tensors must be contiguous"),
     "found in fp64": ("unscale_", ([F], torch.zeros(1).double(), torch.ones(1)), "found_inf must be one float32"),
     "two scales": ("unscale_", ([F], torch.zeros(1), torch.ones(2)), "inverse_scale must be one float32"),
     "grad missing": (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp_c.checkpoint.metadata import Value
+from fsdp_c.checkpoint.pickles import Value
 from fsdp_c.checkpoint.rank_files import Shape, Sharded, flat_places, is_flat, put_together
 from fsdp_c.sharding.traversal import is_flat_param_name
 
@@ -49,19 +49,20 @@ def assert_whole(found: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_replicas_of_a_mesh_of_two_dimensions_are_taken_once(layout: str) -> None:
     first, second = WHOLE.chunk(2)
-    found = put_together("w", files(LAYOUTS[layout], [Replicate(), Shard(0)], [first, second, first * 0, second * 0]))
+    parts = [first, second, first * 0, second * 0]
+    found = put_together("w", files(LAYOUTS[layout], [Replicate(), Shard(0)], parts), {})
     assert len(found.parts) == 2
     assert_whole(found)
 
 
 @pytest.mark.parametrize("layout", FLAT_LAYOUTS)
 def test_shards_of_a_mesh_of_one_dimension_are_in_order(layout: str) -> None:
-    assert_whole(put_together("w", files(FLAT_LAYOUTS[layout], [Shard(0)], list(WHOLE.chunk(4)))))
+    assert_whole(put_together("w", files(FLAT_LAYOUTS[layout], [Shard(0)], list(WHOLE.chunk(4))), {}))
 
 
 def test_a_mesh_of_another_size_than_the_files_is_refused() -> None:
     with pytest.raises(ValueError, match=r"on a mesh of \[2, 2\] in 2 files"):
-        put_together("w", files(LAYOUTS["one shape"], [Replicate(), Shard(0)], list(WHOLE.chunk(2))))
+        put_together("w", files(LAYOUTS["one shape"], [Replicate(), Shard(0)], list(WHOLE.chunk(2))), {})
 
 
 @pytest.mark.parametrize("name", ["_flat_param", "_flat_param_1", "_flat_param_12"])

@@ -207,22 +207,6 @@ static enum status fill(void *output, enum dtype dtype, int64_t numel, double va
     return now.run([=](const struct kernel_stream *at) { return inner->fill(output, dtype, numel, value, at); });
 }
 
-static enum status norms(void *output, const struct tensor_view *tensors, const int64_t *numels, int64_t count,
-                         double p, void *scratch, const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c norms", stream);
-    bool is_double = count && tensors[0].dtype == DTYPE_FLOAT64;
-    now.reads_all(tensors, numels, count);
-    now.writes(output, count * dtype_nbytes(is_double ? DTYPE_FLOAT64 : DTYPE_FLOAT32));
-    now.writes(scratch, inner->norms_scratch_nbytes(numels, count));
-    return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
-        return inner->norms(output, views.data(), sizes.data(), count, p, scratch, at);
-    });
-}
-
-static int64_t norms_scratch_nbytes(const int64_t *numels, int64_t count) {
-    return inner->norms_scratch_nbytes(numels, count);
-}
-
 static enum status scale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
                          const void *coefficient, enum dtype dtype, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c scale", stream);
@@ -283,8 +267,18 @@ static const char *device_error() {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack,  pack_add, cast_divide, accumulate, copy_ranges,  fill, norms,
-        norms_scratch_nbytes, scale, unscale,  checksums,   adamw,      device_error,
+        KERNEL_TABLE_VERSION,
+        pack,
+        pack_add,
+        cast_divide,
+        accumulate,
+        copy_ranges,
+        fill,
+        scale,
+        unscale,
+        checksums,
+        adamw,
+        device_error,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;

@@ -14,6 +14,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -88,18 +89,28 @@ static bool reads_what_it_gives(const std::string &name) {
 
 /* ---- memory and views ---- */
 
+/* In deterministic mode torch writes to memory that it hands out, by a kernel on the stream that is current. */
+static Tensor filled(Tensor fresh) {
+    const at::Context &context = at::globalContext();
+    if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory() && fresh.numel())
+        fresh.fill_(fresh.is_floating_point() ? std::numeric_limits<double>::quiet_NaN() : 1.0);
+    return fresh;
+}
+
 static Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                     std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
     c10::OptionalDeviceGuard guard(device);
-    return at::detail::empty_generic(size, c10::GetAllocator(c10::kCUDA), c10::DispatchKeySet(c10::DispatchKey::CUDA),
-                                     c10::dtype_or_default(dtype), format);
+    return filled(at::detail::empty_generic(size, c10::GetAllocator(c10::kCUDA),
+                                            c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype),
+                                            format));
 }
 
 static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype,
                             std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
     c10::OptionalDeviceGuard guard(device);
-    return at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kCUDA),
-                                             c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+    return filled(at::detail::empty_strided_generic(size, stride, c10::GetAllocator(c10::kCUDA),
+                                                    c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                                    c10::dtype_or_default(dtype)));
 }
 
 static size_t needed_nbytes(const Tensor &tensor) {
@@ -132,6 +143,8 @@ static const Tensor &resize_(const Tensor &self, IntArrayRef size, std::optional
 
 static Tensor &set_storage(Tensor &self, at::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
     c10::TensorImpl *impl = self.unsafeGetTensorImpl();
+    TORCH_CHECK(source.device() == self.device(), "Attempted to set the storage of a tensor on device ", self.device(),
+                " to a storage on different device ", source.device());
     impl->set_storage_keep_dtype(std::move(source));
     if (stride.data()) {
         impl->set_sizes_and_strides(size, stride, offset);

@@ -1,0 +1,297 @@
+"""Archives of torch.save, read without trusting them: where each record lies, and tensors one by one.
+
+[Note: One view of an archive]
+A zip archive can be laid out so that one reader sees other records in it than the next: torch a tensor of a gigabyte in
+a few compressed bytes, or code, where Python sees four empty files. So an archive is read only as torch.save lays it
+out: its directory stands right before the end, lists each record once, uncompressed, and the records lie apart. Then
+torch's own reader must see the same records at the same places. Records of TorchScript, which is code, are refused
+before anything is unpickled: ``torch.load`` would run them.
+
+Tensors come out of the pickle on the meta device. Their storages stand for records, of which ``read_stored`` reads what
+a tensor needs: into memory rather than by a mapping, so that a file that is cut meanwhile is an error and no signal.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.storage import TypedStorage
+
+from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.pickles import check_pickle, check_values
+from fsdp_c.checkpoint.pieces import memory
+
+_END = struct.Struct("<IHHHHIIH")
+_END64 = struct.Struct("<IQHHIIQQQQ")
+_LOCATOR64 = struct.Struct("<IIQI")
+_CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+_LOCAL = struct.Struct("<IHHHHHIIIHH")
+_MAX32 = 2**32 - 1
+_READ_NBYTES = 2**20
+
+
+class Record(NamedTuple):
+    offset: int  # of the data, from the beginning of the file
+    nbytes: int
+    crc32: int  # 0 also where torch was told to write none
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open for reading. CheckpointError for what is no file: a named pipe, which would be waited for, or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{path}: not a regular file")
+    return os.fdopen(descriptor, "rb")
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file begins like a zip archive, as torch.save has written since 1.6."""
+    with open_file(path) as file:
+        return file.read(4) == b"PK\3\4"
+
+
+# ----------------------------------------------------------------- records
+
+
+def _require(condition: object, problem: str) -> None:
+    if not condition:
+        raise ValueError(problem)
+
+
+def _read(file: BinaryIO, offset: int, nbytes: int) -> bytes:
+    file.seek(offset)
+    content = file.read(nbytes)
+    _require(len(content) == nbytes, "it is torn")
+    return content
+
+
+def _directory(file: BinaryIO) -> tuple[int, int, int]:
+    """Where the list of records begins, where it ends, and how many they are."""
+    end = file.seek(0, os.SEEK_END) - _END.size
+    _require(end >= 0, "it is torn")
+    magic, *disks, here, count, nbytes, start, comment = _END.unpack(_read(file, end, _END.size))
+    _require(
+        magic == 0x06054B50 and disks == [0, 0] and here == count and not comment, "no archive of torch.save ends so"
+    )
+    if end >= _LOCATOR64.size:
+        magic, disk, at, _ = _LOCATOR64.unpack(_read(file, end - _LOCATOR64.size, _LOCATOR64.size))
+        if magic == 0x07064B50:
+            end -= _LOCATOR64.size + _END64.size
+            _require(disk == 0 and at == end, "no archive of torch.save ends so")
+            magic, length, _, _, *disks, here, count, nbytes, start = _END64.unpack(_read(file, end, _END64.size))
+            sound = magic == 0x06064B50 and length == _END64.size - 12 and disks == [0, 0] and here == count
+            _require(sound, "no archive of torch.save ends so")
+    _require(start + nbytes == end, "its directory lies elsewhere than torch.save puts it")
+    return start, end, count
+
+
+def _in_64_bits(extra: bytes, fields: list[int]) -> list[int]:
+    """``fields`` with those that need more than 32 bits from the ``extra`` field."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, nbytes = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack(f"<{nbytes // 8}Q", extra[at + 4 :][: nbytes // 8 * 8]))
+            return [next(wide, each) if each == _MAX32 else each for each in fields]
+        at += 4 + nbytes
+    return fields
+
+
+def read_records(file: BinaryIO) -> dict[str, Record]:
+    """The records of an archive, by the names that torch has for them: see [Note: One view of an archive].
+
+    ValueError for one that is damaged, or laid out otherwise; RuntimeError where torch cannot read it.
+    """
+    start, end, count = _directory(file)
+    directory = _read(file, start, end - start)
+    records: dict[str, Record] = {}
+    headers: list[tuple[int, int]] = []  # of each record, where it begins and where its data end
+    at = 0
+    for _ in range(count):
+        _require(at + _CENTRAL.size <= len(directory), "its directory is damaged")
+        magic, _, _, flags, method, _, _, crc32, packed, nbytes, *lengths, _, _, _, header = _CENTRAL.unpack_from(
+            directory, at
+        )
+        named = at + _CENTRAL.size
+        at = named + sum(lengths)
+        _require(magic == 0x02014B50 and at <= len(directory), "its directory is damaged")
+        whole = directory[named : named + lengths[0]].decode()
+        extra = directory[named + lengths[0] : at - lengths[2]]
+        nbytes, packed, header = _in_64_bits(extra, [nbytes, packed, header])
+        _require(
+            method == 0 and packed == nbytes and not flags & 1,
+            "it holds compressed data, which torch.save does not write",
+        )
+        local = _LOCAL.unpack(_read(file, header, _LOCAL.size))
+        _require(local[0] == 0x04034B50 and local[3] == 0, f"its record {whole!r} is damaged")
+        offset = header + _LOCAL.size + local[9] + local[10]
+        _, _, name = whole.partition("/")
+        _require(name not in records, f"it holds {name!r} twice")
+        records[name] = Record(offset, nbytes, crc32)
+        headers.append((header, offset + nbytes))
+    _require(at == len(directory), "its directory is damaged")
+    begins = [*(begin for begin, _ in sorted(headers)), start]
+    apart = begins[0] == 0 and all(end <= begin for (_, end), begin in zip(sorted(headers), begins[1:], strict=True))
+    _require(apart, "its records do not lie one behind the other")
+    _check_as_torch_sees(file, records)
+    return records
+
+
+def _check_as_torch_sees(file: BinaryIO, records: dict[str, Record]) -> None:
+    names = {name.lower() for name in records}
+    _require(len(names) == len(records), "it holds two records of one name")
+    script = "constants.pkl" in names or any(name.startswith("code/") for name in names)
+    _require(not script, "it is a TorchScript archive, which holds code: save its state_dict() instead")
+    file.seek(0)
+    reader: Any = torch._C.PyTorchFileReader(file)
+    seen = reader.get_all_records()
+    same = sorted(seen) == sorted(records)
+    same = same and all(reader.get_record_offset(name) == record.offset for name, record in records.items())
+    _require(same, "torch sees other records in it than its directory lists")
+
+
+def check_archive(file: BinaryIO) -> dict[str, Record]:
+    """Its records. ValueError for an archive that could run code, or take far more memory or time than its size."""
+    records = read_records(file)
+    _require("data.pkl" in records, "it has no data.pkl")
+    content = _read(file, records["data.pkl"].offset, records["data.pkl"].nbytes)
+    check_pickle(content)
+    check_values(content)
+    return records
+
+
+# ----------------------------------------------------------------- one archive
+
+
+class Stored(NamedTuple):
+    """A storage on the meta device, and the record that it stands for."""
+
+    storage: UntypedStorage
+    path: Path
+    record: Record
+    is_swapped: bool  # the record has the other order of bytes
+
+
+StoredByAddress = dict[int, Stored]  # by UntypedStorage._cdata
+
+
+class Archive:
+    """A file of torch.save. Its values are read by ``unpickle``, and tensors among them by ``read_stored``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_file(path) as file:
+            self.records = check_archive(file)
+            self.pickled = self._content(file, "data.pkl")
+            order = self._content(file, "byteorder") if "byteorder" in self.records else b"little"
+        _require(order in (b"little", b"big"), f"its order of bytes is {order[:10]!r}")
+        self.is_swapped = order == b"big"
+        self.by_key: dict[str, Stored] = {}
+
+    def _content(self, file: BinaryIO, name: str) -> bytes:
+        return _read(file, self.records[name].offset, self.records[name].nbytes)
+
+    @property
+    def stored(self) -> StoredByAddress:
+        return {each.storage._cdata: each for each in self.by_key.values()}
+
+    def unpickle(self, unpickler: type) -> Any:
+        """The values, with tensors on the meta device. Raises whatever a damaged pickle makes of it."""
+        reader = unpickler(io.BytesIO(self.pickled), encoding="utf-8")
+        reader.persistent_load = self._storage
+        return reader.load()
+
+    def _storage(self, persistent_id: Any) -> TypedStorage:
+        kind, storage_type, key, _, numel = persistent_id
+        _require(kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside")
+        dtype = torch.uint8 if storage_type is UntypedStorage else storage_type.dtype
+        record = self.records.get(f"data/{key}")
+        if record is None or not 0 <= numel * dtype.itemsize <= record.nbytes:
+            raise ValueError(f"{numel} elements of {dtype} are not in its record data/{key[:20]}")
+        if key not in self.by_key:
+            storage = UntypedStorage(record.nbytes, device="meta")
+            self.by_key[key] = Stored(storage, self.path, record, self.is_swapped)
+        return TypedStorage(wrap_storage=self.by_key[key].storage, dtype=dtype, _internal=True)
+
+    def problems(self) -> Iterator[str]:
+        """Reads everything and compares it with its checksums."""
+        with open_file(self.path) as file:
+            for name, record in self.records.items():
+                if record.crc32 and _crc32(file, record) != record.crc32:
+                    yield f"{self.path}: {name} is damaged: its checksum does not match"
+
+
+def _crc32(file: BinaryIO, record: Record) -> int:
+    crc32, left = 0, record.nbytes
+    file.seek(record.offset)
+    while left and (content := file.read(min(left, _READ_NBYTES))):
+        crc32 = zlib.crc32(content, crc32)
+        left -= len(content)
+    return crc32
+
+
+# ----------------------------------------------------------------- tensors
+
+
+def is_within(tensor: Tensor, stored: StoredByAddress) -> bool:
+    """Whether a tensor is one that ``read_stored`` reads: dense in its record, or without one."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return False
+    place = stored.get(tensor.untyped_storage()._cdata)
+    available = place.record.nbytes if place else tensor.untyped_storage().nbytes()
+    return tensor.nbytes <= available and (tensor.storage_offset() + _span(tensor)) * tensor.itemsize <= available
+
+
+def _span(tensor: Tensor) -> int:
+    """How many elements of its storage lie between a tensor's first and last, with both."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def read_stored(value: Any, stored: StoredByAddress) -> Any:
+    """``value`` with the data of tensors in it, or of itself. CheckpointError for a file that is torn."""
+    if isinstance(value, Tensor):
+        place = stored.get(value.untyped_storage()._cdata) if value.is_meta else None
+        return _read_tensor(value.detach(), place) if place else value
+    if isinstance(value, dict):
+        read = {key: read_stored(one, stored) for key, one in value.items()}
+        return read if type(value) is dict else type(value)(read)
+    if type(value) is list:
+        return [read_stored(one, stored) for one in value]
+    if isinstance(value, tuple):
+        made = [read_stored(one, stored) for one in value]
+        if all(one is other for one, other in zip(made, value, strict=True)):
+            return value
+        return value._make(made) if hasattr(value, "_make") else type(value)(made)
+    return value
+
+
+def _read_tensor(tensor: Tensor, place: Stored) -> Tensor:
+    data = torch.empty(_span(tensor) * tensor.itemsize, dtype=torch.uint8)
+    read_into(place.path, place.record.offset + int(tensor.storage_offset()) * tensor.itemsize, data)
+    if place.is_swapped:
+        data.untyped_storage().byteswap(tensor.dtype)
+    return torch.empty(0, dtype=tensor.dtype).set_(data.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def read_into(path: Path, offset: int, data: Tensor) -> None:
+    """Fill ``data``, which is contiguous, from a file. CheckpointError for one that ends before."""
+    target, done = memory(data), 0
+    with open_file(path) as file:
+        file.seek(offset)
+        while done < len(target):
+            count = file.readinto(target[done:])  # type: ignore[attr-defined]  # BinaryIO does not name it
+            if not count:
+                raise CheckpointError(f"{path}: torn: it ends before {offset + len(target)} bytes")
+            done += count

@@ -1,0 +1,48 @@
+"""What an optimizer's step ends: between a forward and its backward modules may show whole parameters (C-091)."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import cast
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_c.compat.upstream import NO_RESHARD_AFTER_FORWARD_STRATEGIES
+from fsdp_c.sharding.flat_param import FlatParameter
+from fsdp_c.sharding.sharded_module import ShardedModule, units_of
+
+__all__ = ["watch"]
+
+_roots: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
+
+
+def watch(root: ShardedModule) -> None:
+    """Have the units of ``root`` show sharded parameters from an optimizer's step on.
+
+    The step changes the shards, of which whole parameters that a forward has left are copies: what the user then writes
+    to ``parameters()`` must not go there. What was written there before is taken over first.
+    """
+    if any(
+        unit._use_orig_params and unit.sharding_strategy in NO_RESHARD_AFTER_FORWARD_STRATEGIES
+        for unit in units_of(root)
+    ):
+        _register()
+        _roots.add(root)
+
+
+@functools.cache
+def _register() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    runtimes = [runtime for root in _roots if (runtime := root._unit.runtime) is not None]
+    shown = [handle for runtime in runtimes for handle in runtime.handles_with_views]
+    if shown:
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for handle in shown:
+            params = cast("FlatParameter", handle.flat_param)._params
+            if any(id(param) in stepped for param in params or ()):
+                handle.hide_views()

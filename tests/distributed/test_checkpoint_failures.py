@@ -1,0 +1,273 @@
+"""After a load or save that fails: model, state and groups are what they were, on every rank, but for what is named."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError
+from fsdp_c.checkpoint.metadata import read_checkpoint
+from tests.distributed.test_checkpoint import flipped, folder_of_ranks
+from tests.distributed.test_sharded_state_dict import wrap
+from tests.ranks import device, on_ranks
+
+
+class Own(nn.Linear):
+    """A module with extra state, which another rank than ``refuses_on`` takes."""
+
+    own: Any = None
+    refuses_on: int | None = None
+
+    def get_extra_state(self) -> Any:
+        return self.own
+
+    def set_extra_state(self, state: Any) -> None:
+        if dist.get_rank() == self.refuses_on:
+            raise ValueError("not this one")
+        self.own = state
+
+
+class Giving(nn.Linear):
+    """A module that gives extra state, and has no function to take it."""
+
+    def get_extra_state(self) -> Any:
+        return "given"
+
+
+def made(
+    seed: int, kind: type[nn.Linear] = Own, use_orig_params: bool = True
+) -> tuple[Any, torch.optim.Optimizer, nn.Linear]:
+    torch.manual_seed(seed)
+    layer = kind(6, 5)
+    model = wrap(nn.Sequential(nn.Linear(4, 6), layer), use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * seed)
+    model(torch.ones(2, 4, device=device()) * seed).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, layer
+
+
+def snapshot(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Any, Any, Any]:
+    own = {
+        name: value.local.clone() for name, value in checkpoint.model_state(model).items() if hasattr(value, "local")
+    }
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    state = [{name: torch.as_tensor(value).clone() for name, value in optimizer.state[p].items()} for p in params]
+    groups = [
+        {name: copy.deepcopy(v) for name, v in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+    return own, state, groups
+
+
+def changed(before: Any, model: Any, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Which of model, state and groups are others than before, on any rank."""
+    after = snapshot(model, optimizer)
+    own = [name for name in before[0] if not torch.equal(before[0][name], after[0][name])]
+    pairs = zip(before[1], after[1], strict=True)
+    state = any(
+        one.keys() != other.keys() or any(not torch.equal(one[n], other[n]) for n in one) for one, other in pairs
+    )
+    mine = ["model"] * bool(own) + ["state"] * state + ["groups"] * (before[2] != after[2])
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, mine)
+    assert len({tuple(each) for each in everyones}) == 1, everyones
+    return mine
+
+
+def saved(model: Any, optimizer: Any, **options: Any) -> Any:
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(model, optimizer, path, **options)
+    dist.barrier()
+    return path
+
+
+@on_ranks(2)
+def test_extra_state_that_is_missing_or_unexpected_is_an_error_before_anything_is_changed(rank, world_size):
+    without, with_state = saved(*made(1, nn.Linear)[:2]), saved(*made(1, Own)[:2])
+    for path, kind, what in (
+        (without, Own, "model.1._extra_state is missing"),
+        (with_state, nn.Linear, "model.1._extra_state is unexpected"),
+        (with_state, Giving, "model.1._extra_state is unexpected: the module that has it has no set_extra_state"),
+    ):
+        model, optimizer, layer = made(2, kind)
+        before = snapshot(model, optimizer)
+        layer.own = "mine"
+        with pytest.raises(CheckpointError, match=what):
+            checkpoint.load(model, optimizer, path)
+        assert changed(before, model, optimizer) == [] and layer.own == "mine"
+        checkpoint.load(model, optimizer, path, strict=False)
+        assert layer.own == ("mine" if path == without or kind is not Own else None)
+
+
+@on_ranks(2)
+def test_extra_state_comes_back_whatever_it_is(rank, world_size):
+    for value in (None, {}, {"a": {}}, [], 0, {"amax": torch.ones(2), "l": [1, {}]}):
+        model, optimizer, layer = made(1)
+        layer.own = value
+        path = saved(model, optimizer)
+        model, optimizer, layer = made(2)
+        layer.own = {"other": 1}
+        checkpoint.load(model, optimizer, path)
+        assert repr(layer.own) == repr(value)
+
+
+@on_ranks(2)
+def test_a_parameter_whose_name_ends_like_extra_state_is_one(rank, world_size):
+    def with_param(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(2, 2))
+        model[0].register_parameter("no_extra_state", nn.Parameter(torch.randn(3)))
+        return wrap(model, True)
+
+    one, other = with_param(1), with_param(2)
+    checkpoint.load(other, None, saved(one, None))
+    expected = checkpoint.model_state(one)["0.no_extra_state"].local
+    assert torch.equal(checkpoint.model_state(other)["0.no_extra_state"].local, expected)
+
+
+@on_ranks(2)
+def test_a_module_called_extra_is_not_passed_over(rank, world_size):
+    model = wrap(nn.ModuleDict({"a": nn.Linear(2, 2), "extra": nn.Linear(2, 2)}), True)
+    path = saved(model, None)
+    with pytest.raises(CheckpointError, match="model.extra.weight is unexpected"):
+        checkpoint.load(wrap(nn.ModuleDict({"a": nn.Linear(2, 2)}), True), None, path)
+
+
+@on_ranks(2)
+def test_steps_that_differ_within_a_flat_parameter_are_found_before_anything_is_changed(rank, world_size):
+    model, optimizer, _ = made(1)
+    for index, param in enumerate(optimizer.param_groups[0]["params"]):
+        if index % 2 and optimizer.state[param]:
+            optimizer.state[param]["step"] = torch.tensor(7.0)
+    path = saved(model, optimizer)
+    model, optimizer, _ = made(2, use_orig_params=False)
+    before = snapshot(model, optimizer)
+    with pytest.raises((ValueError, CheckpointError), match="must have the same optimizer state: .*step is"):
+        checkpoint.load(model, optimizer, path)
+    assert changed(before, model, optimizer) == []
+
+
+def last_of_rank(path: Any, rank: int) -> Any:
+    """The chunk whose data come last in a rank's file."""
+    tensors = [entry for entry in read_checkpoint(path).entries.values() if hasattr(entry, "chunks")]
+    chunks = [chunk for entry in tensors for chunk in entry.chunks if chunk.file == f"__{rank}_0.distcp"]
+    return max(chunks, key=lambda chunk: chunk.place.offset)
+
+
+@on_ranks(2)
+def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank, world_size):
+    model, optimizer, layer = made(1)
+    layer.own = "saved"
+    path = saved(model, optimizer)
+    chunk = last_of_rank(path, 1)
+    if rank == 0:
+        flipped(path / chunk.file, chunk.place.offset)
+    dist.barrier()
+    for fresh in (False, True):
+        model, optimizer, layer = made(2)
+        if fresh:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+        before = snapshot(model, optimizer)
+        with pytest.raises(CheckpointError, match="rank 1: .*are damaged"):
+            checkpoint.load(model, optimizer, path)
+        # tensors that were read lie in the model and in what the optimizer had; nothing else is changed
+        assert changed(before, model, optimizer) == (["model"] if fresh else ["model", "state"])
+        assert layer.own is None
+
+
+@pytest.mark.parametrize(
+    "key", ["extra.note", "model.1._extra_state", "optim.param_groups.0.lr", "optim.state.0.bias.step"]
+)
+@on_ranks(2)
+def test_damage_to_what_is_read_first_leaves_everything(rank, world_size, key):
+    path = saved(*made(1)[:2], extra={"note": "text"})
+    entry = read_checkpoint(path).entries[key]
+    part = entry.chunks[0] if hasattr(entry, "chunks") else entry
+    dist.barrier()
+    if rank == 0:
+        flipped(path / part.file, part.place.offset)
+    dist.barrier()
+    model, optimizer, _ = made(2)
+    before = snapshot(model, optimizer)
+    with pytest.raises(CheckpointError, match="are damaged"):
+        checkpoint.load(model, optimizer, path)
+    assert changed(before, model, optimizer) == []
+
+
+@on_ranks(2)
+def test_a_rank_that_cannot_read_keeps_all_ranks_from_changing_anything(rank, world_size):
+    path = saved(*made(1)[:2])
+    model, optimizer, _ = made(2)
+    before = snapshot(model, optimizer)
+    failing = mock.patch("fsdp_c.checkpoint.saving.read_nested", side_effect=OSError(5, "Input/output error"))
+    with failing if rank == 1 else mock.MagicMock():
+        with pytest.raises(CheckpointError, match="failed on rank 1: OSError: .*Input/output error"):
+            checkpoint.load(model, optimizer, path)
+    assert changed(before, model, optimizer) == []
+
+
+@on_ranks(2)
+def test_extra_state_that_one_rank_does_not_take_is_an_error_on_all(rank, world_size):
+    path = saved(*made(1)[:2])
+    model, optimizer, layer = made(2)
+    before = snapshot(model, optimizer)
+    layer.refuses_on = 1
+    with pytest.raises(CheckpointError, match="failed on rank 1: ValueError: not this one"):
+        checkpoint.load(model, optimizer, path)
+    assert "groups" not in changed(before, model, optimizer)
+
+
+# ----------------------------------------------------------------- what cannot be saved
+
+
+@on_ranks(2)
+def test_a_value_that_cannot_be_read_is_an_error_on_all_ranks_and_the_old_checkpoint_stays(rank, world_size):
+    model, optimizer, layer = made(1)
+    path = saved(model, optimizer, extra={"n": 1})
+    layer.own = {"config": object() if rank == 1 else object()}
+    with pytest.raises(CheckpointError, match=r"failed on rank [01]: model.1._extra_state.config: object cannot be"):
+        checkpoint.save(model, optimizer, path)
+    layer.own = None
+    with pytest.raises(CheckpointError, match="failed on rank 0: extra.f: function cannot be saved"):
+        checkpoint.save(model, optimizer, path, extra={"f": lambda: None})
+    dist.barrier()
+    assert [file.name for file in path.parent.iterdir()] == ["ckpt"]
+    assert checkpoint.load(*made(2)[:2], path) == {"n": 1}
+
+
+@on_ranks(2)
+def test_state_that_is_not_a_parameters_own_is_refused_by_name(rank, world_size):
+    folder = folder_of_ranks()
+    plain = nn.Linear(3, 3)
+    lbfgs = torch.optim.LBFGS(plain.parameters())
+    checkpoint.save(plain, lbfgs, folder / "fresh")  # which has no state yet
+
+    def closure() -> torch.Tensor:
+        lbfgs.zero_grad()
+        loss = plain(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    lbfgs.step(closure)
+    with pytest.raises(ValueError, match=r"LBFGS has one state for all parameters.*optimizer=None"):
+        checkpoint.save(plain, lbfgs, folder / "ckpt")
+    for state in ({"a": {"b": 1}}, {"a": [torch.ones(1)]}, {0: 1}, {"a": (torch.ones(1),)}):
+        model, optimizer, _ = made(1)
+        for param in optimizer.state:
+            optimizer.state[param].update(state)
+        (name,) = state
+        with pytest.raises((ValueError, CheckpointError), match=f"optimizer state {name!r} of .*optimizer=None"):
+            checkpoint.save(model, optimizer, folder / "ckpt")
+    optimizer = torch.optim.SGD(plain.parameters())
+    optimizer.state["all"]["seen"] = 1
+    with pytest.raises(ValueError, match=r"SGD has state of \['all'\], which are no parameters"):
+        checkpoint.save(plain, optimizer, folder / "ckpt")
+    dist.barrier()
+    assert [file.name for file in folder.iterdir()] == ["fresh"]

@@ -1,0 +1,256 @@
+"""Names of compiled models in checkpoints: without what torch.compile adds, both ways, torch's and earlier ones too."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import StateDictType
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError, saving
+from fsdp_c.checkpoint.metadata import read_checkpoint
+from tests.distributed.test_checkpoint import assert_same_tensors, folder_of_ranks, full_model, full_optim, whole
+from tests.distributed.test_sharded_state_dict import wrap
+from tests.ranks import device, on_ranks
+
+
+class Inner(nn.Module):
+    """A block with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.own = nn.Linear(3, 4), None
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(x)
+
+
+class Own(Inner):
+    """And extra state, which torch's get_state_dict does not find in a unit."""
+
+    def get_extra_state(self) -> Any:
+        return {"own": self.own}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.own = state["own"]
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    return torch.compile(module, backend="eager")
+
+
+def plain(seed: int, kind: type[Inner] = Own) -> nn.Module:
+    torch.manual_seed(seed)
+    block = kind()
+    block.own = seed
+    return nn.Sequential(block, nn.Linear(4, 2))
+
+
+def build(how: str, seed: int, which: str = "fsdp_c", use_orig_params: bool = True, kind: type[Inner] = Own) -> Any:
+    """The model compiled in one way or another, with units around the block and the whole."""
+    model = plain(seed, kind)
+    options: dict[str, Any] = {"auto_wrap_policy": None, "which": which}
+    if how == "block inside its unit":
+        model[0] = compiled(model[0])
+    model[0] = wrap(model[0], use_orig_params, **options)
+    if how == "block around its unit":
+        model[0] = compiled(model[0])
+    elif how == "layer in the block":
+        model[1] = compiled(model[1])
+    if how == "in place":
+        model.compile(backend="eager")
+    model = wrap(model, use_orig_params, **options)
+    return compiled(model) if how == "whole" else model
+
+
+def stepped(model: Any) -> torch.optim.Optimizer:
+    """An optimizer of the model that has state."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    uncompiled(model)(torch.ones(2, 3, device=device())).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def uncompiled(model: Any) -> Any:
+    while hasattr(model, "_orig_mod"):
+        model = model._orig_mod
+    return model
+
+
+def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Everything, by names without what torch.compile adds."""
+    model = uncompiled(model)
+    state = {name: value for name, value in full_model(model).items() if isinstance(value, torch.Tensor)}
+    state |= {
+        f"{fqn}.{name}": value
+        for fqn, own in full_optim(model, optimizer)["state"].items()
+        for name, value in own.items()
+    }
+    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
+HOW = ["not", "whole", "block inside its unit", "block around its unit", "layer in the block", "in place"]
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2, timeout_s=180)
+def test_a_compiled_model_is_saved_by_the_names_of_the_uncompiled_and_both_load(rank, world_size, use_orig_params):
+    folder = folder_of_ranks()
+    keys = None
+    for number, how in enumerate(HOW):
+        model = build(how, 1, use_orig_params=use_orig_params)
+        optimizer = stepped(model)
+        checkpoint.save(model, optimizer, folder / str(number))
+        found = set(read_checkpoint(folder / str(number)).entries)
+        keys = keys or found
+        assert found == keys and "model.0._extra_state.own" in keys and not any("_orig_mod" in key for key in keys)
+        for other in (HOW[0], how, HOW[(number + 1) % len(HOW)]):
+            again = build(other, 2, use_orig_params=use_orig_params)
+            own = stepped(again)
+            checkpoint.load(again, own, folder / str(number))
+            assert_same_tensors(values(model, optimizer), values(again, own))
+            assert [m.own for m in again.modules() if isinstance(m, Inner)] == [1]
+
+
+def write_as_before(model: Any, optimizer: Any, path: Path, extra: Any) -> None:
+    """What fsdp_c wrote before it knew compiled models: every name with what torch.compile adds."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("model_state", "optim_state"):
+            patch.setattr(
+                sys.modules[f"fsdp_c.checkpoint.{module}"], "uncompiled_names", lambda model: lambda name: name
+            )
+        checkpoint.save(model, optimizer, path, extra=extra)
+
+
+@pytest.mark.parametrize("how", HOW[1:])
+@on_ranks(2, timeout_s=180)
+def test_checkpoints_of_before_load_with_what_torch_compile_added(rank, world_size, how):
+    folder = folder_of_ranks()
+    model = build(how, 1)
+    optimizer = stepped(model)
+    extra = {"ema": {"_orig_mod.weight": torch.ones(2)}}
+    write_as_before(model, optimizer, folder / "a", extra)
+    keys = [*read_checkpoint(folder / "a").entries]
+    assert any("_orig_mod" in key for key in keys if not key.startswith("extra.")) == (how != "in place")
+    dist.barrier()
+    for other in (how, "not"):
+        again = build(other, 2)
+        own = stepped(again)
+        found = checkpoint.load(again, own, folder / "a")
+        assert_same_tensors(values(model, optimizer), values(again, own))
+        assert [m.own for m in again.modules() if isinstance(m, Inner)] == [1]
+        assert list(found["ema"]) == ["_orig_mod.weight"]  # the user's names
+
+
+@pytest.mark.parametrize("how", ["whole", "block around its unit", "block inside its unit", "not"])
+@on_ranks(2, timeout_s=180)
+def test_names_are_those_of_torchs_get_state_dict_and_both_load(rank, world_size, how):
+    folder = folder_of_ranks()
+    theirs = build(how, 1, "torch", kind=Inner)
+    optimizer = stepped(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        type(uncompiled(theirs)).set_state_dict_type(uncompiled(theirs), StateDictType.SHARDED_STATE_DICT)
+        state, of_optimizer = get_state_dict(theirs, optimizer)
+    dcp.save({"model": state, "optim": of_optimizer}, checkpoint_id=folder / "torch")
+    # sharded ones: of use_orig_params=True torch's FULL optimizer state has exp_avg_sq for exp_avg
+    expected = {name.replace("_orig_mod.", ""): whole(value) for name, value in state.items()}
+    expected |= {f"{fqn}.{n}": whole(value) for fqn, own in of_optimizer["state"].items() for n, value in own.items()}
+    # directly inside of a unit torch leaves it, in names of the model, not of the optimizer
+    names = {name.replace("_orig_mod.", "") if how == "block inside its unit" else name for name in state}
+    for other in ("not", how, "block in another way"):
+        model = build(other, 2, kind=Inner)
+        own = stepped(model)
+        assert set(checkpoint.model_state(model)) == names
+        assert set(checkpoint.optim_state(model, own)["state"]) <= names
+        checkpoint.load(model, own, folder / "torch")
+        assert_same_tensors(expected, values(model, own))
+        assert full_model(uncompiled(theirs)).keys() == full_model(uncompiled(build(how, 3, kind=Inner))).keys()
+    # and back: a plain model of torch's takes what a compiled one has saved
+    model = build(how, 2, kind=Inner)
+    own = stepped(model)
+    checkpoint.save(model, own, folder / "ours")
+    back = plain(4, Inner).to(device())
+    optimizer = stepped(back)
+    state, of_optimizer = get_state_dict(back, optimizer)
+    loaded = {"model": state, "optim": of_optimizer}
+    dcp.load(loaded, checkpoint_id=folder / "ours")
+    set_state_dict(back, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optim"])
+    found = back.state_dict()
+    found |= {f"{name}.exp_avg": optimizer.state[param]["exp_avg"] for name, param in back.named_parameters()}
+    expected = values(model, own)
+    assert_same_tensors({name: expected[name] for name in found}, found)
+
+
+class Holder(nn.Module):
+    """A user's module that calls a child what torch.compile calls its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._orig_mod = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._orig_mod(x)
+
+
+@on_ranks(2, timeout_s=180)
+def test_an_orig_mod_of_the_users_stays(rank, world_size):
+    """As in torch's get_model_state_dict, which strips it where torch.compile has put it alone."""
+    folder = folder_of_ranks()
+
+    def build(seed: int, is_compiled: bool) -> Any:
+        torch.manual_seed(seed)
+        model = wrap(nn.Sequential(Holder()), True, auto_wrap_policy=None)
+        return compiled(model) if is_compiled else model
+
+    names = {"0._orig_mod.weight", "0._orig_mod.bias"}
+    for is_compiled in (False, True):
+        model = build(1, is_compiled)
+        assert set(checkpoint.model_state(model)) == names
+        optimizer = stepped(model)
+        checkpoint.save(model, optimizer, folder / str(is_compiled))
+        assert set(checkpoint.optim_state(model, optimizer)["state"]) <= names
+        for other in (False, True):
+            again = build(2, other)
+            own = stepped(again)
+            checkpoint.load(again, own, folder / str(is_compiled))
+            assert torch.equal(
+                checkpoint.model_state(again)["0._orig_mod.weight"].local,
+                checkpoint.model_state(model)["0._orig_mod.weight"].local,
+            )
+    # a checkpoint that has it is not one that lacks it
+    without = wrap(nn.Sequential(nn.Linear(3, 3)), True, auto_wrap_policy=None)
+    checkpoint.save(without, None, folder / "without")
+    with pytest.raises(CheckpointError, match="model.0._orig_mod.weight is missing"):
+        checkpoint.load(build(2, False), None, folder / "without")
+
+
+def test_a_name_that_would_stand_twice_is_left_alone():
+    class Entry:
+        pass
+
+    from fsdp_c.checkpoint.metadata import Checkpoint
+
+    keys = [
+        "model.a._orig_mod.w",
+        "model.a.w",
+        "model._orig_mod.b",
+        "model.x._extra_state._orig_mod.y",
+        "extra._orig_mod.z",
+    ]
+    paths = {key: tuple(key.split(".", 1)) for key in keys}
+    renamed = Checkpoint(Path(), {key: Entry() for key in keys}, paths, {}, (0, 0))
+    saving._rename_uncompiled(renamed, ["a.w", "b"])
+    assert set(renamed.entries) == {*keys} - {"model._orig_mod.b"} | {"model.b"} == set(renamed.paths)
+    assert renamed.paths["model.b"] == ("model", "b")

@@ -1,0 +1,475 @@
+"""A forward never computes with parameters from before a change (parity 38): what an earlier one has left gathered, for
+a backward that may never come, is gathered anew. Held to the plain module: both ranks are given the same data.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from tests.distributed.test_collective_calls import calls, counted
+from tests.ranks import device, on_ranks
+from tests.storage import live_nbytes, settled_nbytes
+
+WIDTH = 6
+LARGE = 420  # a unit of more than 1 MiB
+strategies = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+class Block(nn.Linear):
+    pass
+
+
+class Scale(nn.Module):
+    """Its one element lies on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 1.25))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Net(nn.Module):
+    """A root with parameters of its own around three units, of which a forward may leave out the second."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.scale, self.head = Block(width, width), Block(width, width), Scale(), nn.Linear(width, 3)
+
+    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+        x = torch.tanh(self.a(x))
+        x = x if skip else x + self.b(x)
+        return self.head(self.scale(x))
+
+
+def plain(width: int = WIDTH) -> Net:
+    return Net(width).to(device(), torch.float64)
+
+
+def wrap(module: nn.Module, strategy: str = "SHARD_GRAD_OP", **arguments: Any) -> FSDP:
+    arguments = {"use_orig_params": True, "device_id": device()} | arguments
+    policy = ModuleWrapPolicy({Block, Scale})
+    return FSDP(module, auto_wrap_policy=policy, sharding_strategy=ShardingStrategy[strategy], **arguments)
+
+
+def batch(index: int = 0, width: int = WIDTH) -> Tensor:
+    numbers = torch.Generator().manual_seed(index)
+    return torch.randn(4, width, generator=numbers, dtype=torch.float64).to(device())
+
+
+def full(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the whole parameters."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def check(model: nn.Module, expected: nn.Module, width: int = WIDTH, rtol: float = 1e-9) -> None:
+    """The same outputs, and the same parameters."""
+    with torch.no_grad():
+        out, right = model(batch(9, width)), expected(batch(9, width))
+    torch.testing.assert_close(out.double(), right, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(full(model), full(expected), rtol=rtol, atol=rtol)
+
+
+# ----------------------------------------------------------------- what may change
+
+
+class Trainer:
+    """A model, its optimizer, and the parameters as they were when it was made."""
+
+    def __init__(self, model: nn.Module, width: int = WIDTH) -> None:
+        self.model, self.width = model, width
+        self.params = list(model.parameters())
+        self.optimizer = torch.optim.SGD(self.params, lr=0.25, momentum=0.5)
+
+    def loss(self, index: int = 0) -> Tensor:
+        return self.model(batch(index, self.width)).double().square().mean()
+
+    def train(self, index: int = 0) -> None:
+        self.loss(index).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def step(trainer: Trainer) -> None:
+    trainer.optimizer.step()
+    trainer.optimizer.zero_grad()
+
+
+def step_by_hand(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for param in trainer.params:
+            if param.grad is not None:  # on a rank that holds nothing of a parameter it is None
+                param -= 0.25 * param.grad
+                param.grad = None
+
+
+def scale_shown(trainer: Trainer) -> None:
+    with torch.no_grad():
+        for param in trainer.model.parameters():
+            param.mul_(1.5)
+
+
+def scale_shown_data(trainer: Trainer) -> None:
+    for param in trainer.model.parameters():
+        param.data.mul_(1.5)
+
+
+def scale_kept(trainer: Trainer) -> None:  # as an EMA of a teacher does
+    torch._foreach_mul_([param.detach() for param in trainer.params if param.numel()], 1.5)
+
+
+def scale_kept_data(trainer: Trainer) -> None:
+    for param in trainer.params:
+        param.data.mul_(1.5)
+
+
+def load(trainer: Trainer) -> None:
+    trainer.model.load_state_dict({name: value * 1.5 for name, value in plain(trainer.width).state_dict().items()})
+
+
+def summon(trainer: Trainer) -> None:
+    if not isinstance(trainer.model, FSDP):
+        return scale_shown(trainer)
+    with FSDP.summon_full_params(trainer.model):
+        scale_shown(trainer)
+
+
+Change = Callable[[Trainer], None]
+CHANGES: list[Change] = [
+    step,
+    step_by_hand,
+    scale_shown,
+    scale_shown_data,
+    scale_kept,
+    scale_kept_data,
+    load,
+    summon,
+]
+
+
+def both(width: int = WIDTH, **arguments: Any) -> tuple[Trainer, Trainer]:
+    return Trainer(wrap(plain(width), **arguments), width), Trainer(plain(width), width)
+
+
+def run(change: Change, trainers: tuple[Trainer, Trainer], held: bool) -> None:
+    """A step, a forward whose backward never comes, the change, two more steps."""
+    for trainer in trainers:
+        trainer.train(0)
+        trainer.loss(1).backward()
+        skipped = trainer.loss(2)
+        if not held:
+            del skipped
+        change(trainer)
+        trainer.train(3)
+
+
+@strategies
+@views
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@on_ranks(2)
+def test_a_forward_after_one_without_backward_sees_each_change(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, prefetch: bool
+) -> None:
+    for change in CHANGES:
+        trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=prefetch)
+        run(change, trainers, held=False)
+        check(trainers[0].model, trainers[1].model)
+
+
+@strategies
+@views
+@on_ranks(2)
+def test_it_sees_each_change_while_the_outputs_of_the_other_are_held(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    for change in CHANGES:
+        if change is scale_shown_data and use_orig_params and strategy == "SHARD_GRAD_OP":
+            continue  # whole parameters are shown then, and `.data` leaves no trace
+        trainers = both(strategy=strategy, use_orig_params=use_orig_params)
+        run(change, trainers, held=True)
+        check(trainers[0].model, trainers[1].model)
+
+
+@strategies
+@views
+@pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
+@on_ranks(2)
+def test_under_mixed_precision_the_shard_is_cast_anew(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, held: bool
+) -> None:
+    for change in (step, scale_kept_data, scale_shown, load, summon):
+        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        trainers = both(strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
+        run(change, trainers, held)
+        check(trainers[0].model, trainers[1].model, rtol=0.1)
+
+
+@strategies
+@on_ranks(2)
+def test_with_offloaded_shards_and_above_a_mebibyte_as_well(rank: int, world_size: int, strategy: str) -> None:
+    for arguments in ({"cpu_offload": CPUOffload(True)}, {"width": LARGE}, {"width": LARGE, "forward_prefetch": True}):
+        for change in (step, scale_shown, scale_kept):
+            trainers = both(strategy=strategy, **arguments)
+            run(change, trainers, held=True)
+            check(trainers[0].model, trainers[1].model, trainers[0].width)
+
+
+@views
+@on_ranks(4)
+def test_a_hybrid_strategy_that_keeps_parameters_gathers_anew_as_well(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh(device().type, (2, 2))
+    for strategy in ("_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"):
+        trainers = both(strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh)
+        run(step, trainers, held=True)
+        check(trainers[0].model, trainers[1].model)
+
+
+# ----------------------------------------------------------------- other ways to leave something gathered
+
+
+@strategies
+@views
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@on_ranks(2)
+def test_what_was_gathered_ahead_in_vain_is_freed_with_its_forward(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, grad: bool
+) -> None:
+    base = settled_nbytes()
+    trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=True)
+    for trainer in trainers:
+        trainer.train()
+        trainer.loss().backward()
+        with torch.set_grad_enabled(grad):
+            trainer.model(batch(), skip=True)
+        if not grad and trainer is trainers[0]:
+            assert live_nbytes() == base
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        trainer.train()
+    check(trainers[0].model, trainers[1].model)
+
+
+@strategies
+@views
+@pytest.mark.parametrize("prefetch", [False, True], ids=["", "prefetch"])
+@on_ranks(2)
+def test_a_part_that_is_called_alone_gathers_anew(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, prefetch: bool
+) -> None:
+    trainers = both(strategy=strategy, use_orig_params=use_orig_params, forward_prefetch=prefetch)
+    seen = []
+    for trainer in trainers:
+        trainer.train()
+        trainer.loss().backward()
+        first = trainer.model.a(batch())
+        step(trainer)
+        seen.append((first.detach(), trainer.model.a(batch()).detach(), trainer.model.b(batch()).detach()))
+    torch.testing.assert_close(*seen)
+    check(trainers[0].model, trainers[1].model)
+
+
+@views
+@on_ranks(2)
+def test_what_no_sync_keeps_goes_where_a_parameter_was_written_to(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    for change in (scale_shown, scale_kept, load, summon):
+        trainers = both(use_orig_params=use_orig_params)
+        for trainer in trainers:
+            with getattr(trainer.model, "no_sync", torch.enable_grad)():
+                trainer.loss(0).backward()
+            change(trainer)
+            trainer.train(1)
+        check(trainers[0].model, trainers[1].model)
+
+
+@views
+@on_ranks(2)
+def test_accumulation_under_no_sync_sends_nothing_but_the_last_gradients(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    trainer = both(use_orig_params=use_orig_params)[0]
+    with calls() as seen, trainer.model.no_sync():
+        for index in range(3):
+            trainer.loss(index).backward()
+    assert counted(seen) == {"AG": 4}
+    with calls() as seen:
+        trainer.train(3)
+    assert counted(seen) == {"RS": 4}
+
+
+@strategies
+@views
+@on_ranks(2)
+def test_a_summon_shows_what_was_stepped(rank: int, world_size: int, strategy: str, use_orig_params: bool) -> None:
+    trainers = both(strategy=strategy, use_orig_params=use_orig_params)
+    for trainer in trainers:
+        trainer.loss().backward()
+        skipped = trainer.loss()  # noqa: F841  # a backward could follow
+        step(trainer)
+        summon(trainer)
+    check(trainers[0].model, trainers[1].model)
+
+
+# ----------------------------------------------------------------- collectives, several forwards, one backward
+
+
+@strategies
+@views
+@on_ranks(2)
+def test_a_second_forward_before_the_backward_gathers_each_unit_once(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    trainers = both(strategy=strategy, use_orig_params=use_orig_params)
+    losses = [trainer.loss(0) for trainer in trainers]
+    with calls() as seen:
+        losses[0] = losses[0] + trainers[0].loss(1)
+    assert counted(seen) == {"AG": 4}
+    losses[1] = losses[1] + trainers[1].loss(1)
+    for trainer, loss in zip(trainers, losses, strict=True):
+        loss.backward()
+        step(trainer)
+    check(trainers[0].model, trainers[1].model)
+
+
+@strategies
+@views
+@on_ranks(2)
+def test_backwards_of_several_forwards_may_come_in_any_order(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    trainers = both(strategy=strategy, use_orig_params=use_orig_params)
+    for trainer in trainers:
+        first, second = trainer.loss(0), trainer.loss(1)
+        with torch.no_grad():
+            trainer.loss(2)
+        second.backward(retain_graph=True)
+        first.backward()
+        second.backward()
+        step(trainer)
+    check(trainers[0].model, trainers[1].model)
+
+
+# ----------------------------------------------------------------- whole parameters between forward and backward
+
+
+def totals(model: FSDP) -> list[float]:
+    """The sum of all values of a full and of a sharded state dict."""
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
+        sharded = model.state_dict()
+    parts = [shard.tensor.double().abs().sum() for value in sharded.values() for shard in value.local_shards()]
+    local = torch.stack([torch.zeros((), dtype=torch.float64, device=device()), *parts]).sum()
+    dist.all_reduce(local)
+    return [float(sum(value.abs().sum() for value in full(model).values())), float(local)]
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["gone", "held"])
+@on_ranks(2)
+def test_what_is_written_to_whole_parameters_is_saved_and_stays(rank: int, world_size: int, held: bool) -> None:
+    """Between a forward and its backward under SHARD_GRAD_OP; torch loses it in the backward."""
+    trainers = both()
+    total = float(sum(param.abs().sum() for param in plain().parameters()))
+    outputs = [trainer.loss() for trainer in trainers]
+    if not held:
+        del outputs
+    for trainer in trainers:
+        scale_shown(trainer)
+    torch.testing.assert_close(totals(trainers[0].model), [1.5 * total] * 2)
+    for trainer in trainers:
+        trainer.train()
+    check(trainers[0].model, trainers[1].model)
+
+
+@on_ranks(2)
+def test_what_is_written_between_a_forward_and_its_backward_outlives_the_backward(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    output = model(batch())
+    with torch.no_grad():
+        model.a.weight.fill_(2.0)  # no gradient needs them
+        model.head.bias.fill_(3.0)
+    output.sum().backward()
+    values = full(model)
+    expected = plain().state_dict()
+    expected["a.weight"].fill_(2.0)
+    expected["head.bias"].fill_(3.0)
+    torch.testing.assert_close(values, dict(expected), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_under_mixed_precision_what_was_not_written_keeps_its_bits(rank: int, world_size: int) -> None:
+    model = wrap(plain(), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    output = model(batch())  # noqa: F841  # a backward can follow
+    with torch.no_grad():
+        model.a.weight[0].fill_(2.0)
+    expected = plain().state_dict()
+    expected["a.weight"][0].fill_(2.0)
+    torch.testing.assert_close(full(model), dict(expected), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_after_an_optimizers_step_parameters_are_written_to_in_the_shard(rank: int, world_size: int) -> None:
+    """As weights are clipped, with the graph of a skipped backward alive."""
+    trainers = both()
+    for trainer in trainers:
+        trainer.loss(0).backward()
+        skipped = trainer.loss(1)  # noqa: F841
+        other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        other.step()
+        if trainer is trainers[0]:  # another optimizer's changes nothing
+            assert trainer.model.a.weight.shape == (WIDTH, WIDTH)
+        step(trainer)
+        for param in trainer.model.parameters():
+            param.data.clamp_(-0.1, 0.1)
+    check(trainers[0].model, trainers[1].model)
+
+
+@on_ranks(2)
+def test_whole_parameters_go_with_the_outputs_of_their_forward(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    output = model(batch())
+    assert model.a.weight.shape == (WIDTH, WIDTH) and not isinstance(model.a.weight, nn.Parameter)
+    del output
+    gc.collect()
+    assert model.a.weight.dim() == 1 and isinstance(model.a.weight, nn.Parameter)
+    for old_first in (True, False):  # the graph of another forward is alive
+        outputs = [model(batch()), model(batch())]
+        del outputs[0 if old_first else 1]
+        outputs[0].sum().backward()
+    torch.testing.assert_close(full(model), dict(plain().state_dict()), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_an_exception_or_a_move_loses_nothing_that_was_written(rank: int, world_size: int) -> None:
+    model = wrap(plain())
+    for leave in (lambda: model.to(torch.float64), lambda: pytest.raises(TypeError, model, None), model.eval):
+        before = copy.deepcopy(full(model))
+        output = model(batch())  # noqa: F841
+        with torch.no_grad():
+            model.a.weight.mul_(2.0)
+        leave()
+        before["a.weight"] *= 2.0
+        torch.testing.assert_close(full(model), before, rtol=0, atol=0)

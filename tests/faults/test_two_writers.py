@@ -1,0 +1,111 @@
+"""Two jobs that save into one folder, as a rank 0 does that outlived its job beside the restarted one, and a reader."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError
+
+SECONDS = 6.0
+
+
+def model_of(job: int) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(10)])
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(job)
+    return model
+
+
+def loaded(path: Path) -> int:
+    """The job whose checkpoint is there; an assertion fails if it is not of one piece."""
+    model = model_of(-1)
+    job = checkpoint.load(model, None, path)["job"]
+    assert {value for param in model.parameters() for value in param.unique().tolist()} == {job}
+    return job
+
+
+@contextmanager
+def forked(work: Callable[[], None]) -> Iterator[int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads: they are idle
+        child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    try:
+        yield child
+        assert os.waitpid(child, 0)[1] == 0
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+
+
+def save_again_and_again(path: Path, job: int, until: float) -> None:
+    rng, model, saved, refused = random.Random(job), model_of(job), 0, 0
+    while time.monotonic() < until:
+        try:
+            checkpoint.save(model, None, path, extra={"job": job})
+            saved += 1
+        except CheckpointError as error:
+            assert "is saving there" in str(error), error
+            refused += 1
+        time.sleep(rng.random() * 0.01)
+    assert saved and refused
+
+
+def test_two_jobs_and_a_reader_of_one_folder(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    checkpoint.save(model_of(0), None, path, extra={"job": 0})
+    until = time.monotonic() + SECONDS
+    found = []
+    with forked(lambda: save_again_and_again(path, 1, until)), forked(lambda: save_again_and_again(path, 2, until)):
+        while time.monotonic() < until:
+            found.append(loaded(path))
+    assert {1, 2} <= {*found} and loaded(path) in (1, 2)
+    assert os.listdir(tmp_path) == ["ckpt"]
+    assert sorted(name.split("-")[0] for name in os.listdir(path)) == [".metadata", "fsdp_c"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_writer_that_stops_and_goes_on_is_named_and_loses_nothing(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    if exists:
+        checkpoint.save(model_of(0), None, path, extra={"job": 0})
+
+    def stop_amid_a_save() -> None:
+        write = checkpoint.storage.write_file
+
+        def stopping(*arguments: object) -> None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            write(*arguments)
+
+        checkpoint.storage.write_file = stopping
+        checkpoint.save(model_of(1), None, path, extra={"job": 1})
+
+    with forked(stop_amid_a_save) as child:
+        os.waitpid(child, os.WUNTRACED)
+        with pytest.raises(CheckpointError, match=f"process {child} on .* is saving there"):
+            checkpoint.save(model_of(2), None, path, extra={"job": 2})
+        assert not exists or loaded(path) == 0
+        for _ in range(3):  # before each file of rank 0's
+            os.kill(child, signal.SIGCONT)
+            time.sleep(0.2)
+    assert loaded(path) == 1
+    checkpoint.save(model_of(2), None, path, extra={"job": 2})
+    assert loaded(path) == 2 and os.listdir(tmp_path) == ["ckpt"]

@@ -1,0 +1,51 @@
+"""Random training loops give what the plain module gives; tests/parity/plain_programs.py says how to run more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.parity.plain_programs import KNOWN, generate, kind_of, parsed, run_program, shortened
+from tests.ranks import on_ranks
+
+BATCHES = [tuple(range(first, first + 25)) for first in range(0, 75, 25)]
+
+
+@pytest.mark.parametrize("seeds", BATCHES, ids=lambda seeds: f"seeds {seeds[0]} to {seeds[-1]}")
+@on_ranks(2, timeout_s=120.0)
+def test_random_training_loops_equal_the_plain_module(rank: int, world_size: int, seeds: tuple[int, ...]) -> None:
+    for seed in seeds:
+        program = generate(seed)
+        failure = run_program(rank, world_size, program, left_out=KNOWN)
+        assert failure is None, f"{failure}\n{program}\n{program!r}"
+
+
+@on_ranks(2)
+def test_a_gradient_that_is_not_averaged_is_found(rank: int, world_size: int) -> None:
+    """A planted difference: the sharded model's learning rate, as it would look after one step."""
+    from tests.parity import plain_programs
+
+    def wrong(side: plain_programs.Side) -> None:
+        side.optimizer.param_groups[0]["lr"] *= 1.0 if side.plain else 2.0
+        side.optimizer.step()
+
+    right, plain_programs.Side.do_step = plain_programs.Side.do_step, wrong  # type: ignore[method-assign]
+    try:
+        failure = run_program(rank, world_size, generate(0))
+    finally:
+        plain_programs.Side.do_step = right  # type: ignore[method-assign]
+    assert failure is not None and "step()" in failure and "parameter" in failure
+
+
+def test_a_program_is_shortened_to_what_makes_it_fail() -> None:
+    def fails(program: object) -> str | None:
+        names = [one.name for one in program.operations]  # type: ignore[attr-defined]
+        return "action 1, x(): rank 0: loss: ..." if "clip" in names and "step" in names else None
+
+    programs = (generate(seed) for seed in range(100))
+    small, why = shortened(next(program for program in programs if fails(program)), fails)
+    assert sorted(one.name for one in small.operations) == ["clip", "step"]
+    assert kind_of(why) == "loss"
+
+
+def test_a_printed_program_is_read_again() -> None:
+    assert parsed(repr(generate(5))) == generate(5) != generate(6)

@@ -1,0 +1,491 @@
+"""A checkpoint's folder beside others: what else is in it, who else writes to it, who reads meanwhile, torch's own."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError, cli, folder, metadata, saving
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*overwriting since"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+existing = pytest.mark.parametrize("exists", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def quick_disk() -> Iterator[None]:
+    """Nothing is flushed: no power fails here."""
+    with mock.patch("os.fsync", lambda descriptor: None):
+        yield
+
+
+def model_of(version: float) -> nn.Module:
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(version)
+    return model
+
+
+def save(path: Any, version: float) -> None:
+    checkpoint.save(model_of(version), None, path, extra={"version": version})
+
+
+def loaded(path: Any) -> float:
+    """The version that is there; an assertion fails if it is not of one piece."""
+    model = model_of(-1)
+    version = checkpoint.load(model, None, path)["version"]
+    assert all((param == version).all() for param in model.parameters())
+    return version
+
+
+def torch_save(path: Path, version: float) -> None:
+    state = {"model": model_of(version).state_dict(), "extra": {"version": version}}
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+def torch_loaded(path: Path) -> float:
+    state = {"model": model_of(-1).state_dict(), "extra": {"version": -1.0}}
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    version = state["extra"]["version"]
+    assert all((value == version).all() for value in state["model"].values())
+    return version
+
+
+def listed(path: Path) -> dict[str, bytes]:
+    """Every file below ``path``, and what is in it."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+# ----------------------------------------------------------------- what else is there
+
+
+def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    save(path, 1)
+    save(path / "best", 9)
+    mine = {
+        "notes.txt": "x",
+        "config.json": "{}",
+        "checksums.txt": "y",
+        "__7_0.distcp": "of nobody",
+        "__0.metadata": "z",
+        "data-202401010000/0": "0",
+        "fsdp_c-data-0123456789ab/notes": "n",
+        ".removed/1": "1",
+    }
+    for name, content in mine.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(content)
+    (tmp_path / ".run.saving-notes").write_text("s")
+    (tmp_path / ".run.old").mkdir()
+    best = listed(path / "best")
+    for version in (2, 3):
+        save(path, version)
+        assert loaded(path) == version and loaded(path / "best") == 9
+        assert listed(path / "best") == best
+        found = listed(path)
+        kept = {Path(name).name: content for name, content in found.items() if not name.startswith("best/")}
+        assert {Path(name).name: content.encode() for name, content in mine.items()}.items() <= kept.items()
+        own = set(found) - set(mine) - {f"best/{name}" for name in best}
+        assert {Path(name).name for name in own if not name.endswith("/notes")} == {
+            ".metadata",
+            "__0_0.distcp",
+            "checksums.json",
+        }
+    assert sorted(os.listdir(tmp_path)) == [".run.old", ".run.saving-notes", "run"]
+
+
+def test_a_file_of_checksums_of_the_users_stays_and_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "checksums.json").write_text(json.dumps({"notes.txt": "d41d8cd9"}))
+    for write in (torch_save, save, save):
+        write(tmp_path, 2)
+        assert loaded(tmp_path) == 2 and torch_loaded(tmp_path) == 2
+        assert cli.main(["verify", str(tmp_path)]) == 0
+        assert json.loads((tmp_path / "checksums.json").read_text()) == {"notes.txt": "d41d8cd9"}
+
+
+def test_mode_owner_and_group_stay(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    save(path, 1)
+    path.chmod(0o2750)
+    before = path.stat()
+    save(path, 2)
+    after = path.stat()
+    assert (after.st_ino, after.st_mode, after.st_uid, after.st_gid) == (
+        before.st_ino,
+        before.st_mode,
+        before.st_uid,
+        before.st_gid,
+    )
+    assert stat.S_IMODE(after.st_mode) == 0o2750
+
+
+def test_a_link_and_the_folder_one_is_in_are_saved_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    save(tmp_path / "link", 1)
+    assert (tmp_path / "link").is_symlink() and loaded(tmp_path / "real") == 1
+    monkeypatch.chdir(tmp_path / "real")
+    save(".", 2)
+    assert loaded(".") == 2 and loaded(tmp_path / "link") == 2
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+
+
+def as_nobody(work: Callable[[], None]) -> None:
+    """Do it in a forked process that has no rights of root's."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if os.geteuid() == 0:
+                os.setgid(65534)
+                os.setuid(65534)
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # forking a process with threads: they are idle
+def test_a_folder_in_one_that_is_not_writable_is_saved_to_and_none_is_made_there() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "mine"
+        path.mkdir()
+        if os.geteuid() == 0:
+            os.chown(path, 65534, 65534)
+        Path(name).chmod(0o555)
+
+        def work() -> None:
+            for version in (1, 2):
+                save(path, version)
+                assert loaded(path) == version
+            with pytest.raises(PermissionError), mock.patch.object(saving.dcp, "save") as written:
+                save(Path(name) / "other", 1)
+            path.chmod(0o555)
+            before = listed(path)
+            with pytest.raises(PermissionError), mock.patch.object(saving.dcp, "save") as written:
+                save(path, 3)
+            assert not written.called and listed(path) == before
+
+        try:
+            as_nobody(work)
+        finally:
+            Path(name).chmod(0o755)
+
+
+def test_a_mount_point_is_saved_to(tmp_path: Path) -> None:
+    path = tmp_path / "volume"
+    path.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "none", path], capture_output=True).returncode:
+        pytest.skip("cannot mount")
+    try:
+        for write in (save, torch_save, save):
+            write(path, 1)
+            assert loaded(path) == 1
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+def refusals(path: Path) -> dict[Path, str]:
+    (path / "workspace" / ".metadata").mkdir(parents=True)
+    (path / "other").mkdir()
+    (path / "other" / ".metadata").write_text("title: a thesis")
+    (path / "dangling").mkdir()
+    (path / "dangling" / ".metadata").symlink_to("nowhere")
+    (path / "file").write_text("x")
+    (path / "link").symlink_to("nowhere")
+    not_ours = ".metadata: exists and is not a checkpoint's"
+    not_a_folder = "exists and is not a folder"
+    return {
+        path / "workspace": not_ours,
+        path / "other": not_ours,
+        path / "dangling": not_ours,
+        path / "file": not_a_folder,
+        path / "link": not_a_folder,
+    }
+
+
+def test_what_would_be_lost_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    reasons = refusals(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for path, reason in reasons.items():
+        with pytest.raises(FileExistsError, match=reason):
+            save(path, 1)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "other" / ".metadata").read_text() == "title: a thesis"
+
+
+def test_an_address_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    save("source", 1)
+    for path in ("s3://bucket/run", Path("s3://bucket/run"), "gs://b", "file:///tmp/run", "HDFS+x://a/b"):
+        for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
+            with pytest.raises(ValueError, match="an address"):
+                work(path, 1)
+        assert cli.main(["convert", "source", str(path)]) == 2
+        assert cli.main(["convert", str(path), "target"]) == 2
+        assert capsys.readouterr().err.count("an address; checkpoints are folders") == 2
+    for work in (save, lambda path, version: checkpoint.load(model_of(1), None, path)):
+        with pytest.raises(ValueError, match="empty"):
+            work("", 1)
+    assert os.listdir(tmp_path) == ["source"]
+    (tmp_path / "s3:").mkdir()  # who has such a folder means it
+    save(Path("s3:/run"), 2)
+    assert loaded("s3:/run") == 2
+
+
+def test_a_save_that_fails_leaves_the_folder_as_it_was(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    before = listed(tmp_path)
+    for name in ("write_file", "checksums_content"):
+        with mock.patch(f"fsdp_c.checkpoint.storage.{name}", side_effect=OSError(28, "No space left on device")):
+            with pytest.raises(CheckpointError, match="rank 0: OSError: .*No space left"):
+                save(tmp_path, 2)
+        assert listed(tmp_path) == before
+
+
+def test_data_of_a_damaged_checkpoint_stay_until_the_new_one_is_there(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    content = (tmp_path / ".metadata").read_bytes()
+    (data,) = tmp_path.glob("fsdp_c-data-*")
+    for damaged in (content[: len(content) // 2], content.replace(data.name[-3:].encode(), b"fff")):
+        (tmp_path / ".metadata").write_bytes(damaged)
+        with mock.patch("fsdp_c.checkpoint.storage.write_file", side_effect=OSError), pytest.raises(CheckpointError):
+            save(tmp_path, 2)
+        assert data.is_dir()
+    (tmp_path / ".metadata").write_bytes(content)
+    assert loaded(tmp_path) == 1
+
+
+# ----------------------------------------------------------------- torch's own
+
+
+@existing
+def test_torch_reads_what_is_saved_and_saves_over_it(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if exists else None
+    for version in range(1, 7, 2):
+        save(path, version)
+        assert torch_loaded(path) == version
+        torch_save(path, version + 1)
+        assert loaded(path) == torch_loaded(path) == version + 1
+        assert cli.main(["verify", str(path)]) == 0
+    save(path, 9)
+    assert loaded(path) == 9 and len(listed(path)) == 3
+
+
+def test_a_damaged_name_makes_no_checkpoint_torchs(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    content = (path / ".metadata").read_bytes()
+    assert content.count(b"piece") == 1
+    (path / ".metadata").write_bytes(content.replace(b"piece", b"pjece"))
+    with pytest.raises(CheckpointError, match=r"\.metadata: damaged, or not written by DCP \(.* has {'pjece'}"):
+        loaded(path)
+
+
+def test_no_path_of_the_file_of_what_was_replaced_leads_out(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir()
+    save(path, 1)
+    (data,) = path.glob("fsdp_c-data-*")
+    (tmp_path / "__0_0.distcp").write_text("mine")
+    (path / "notes.txt").write_text("mine")
+    (data / "replaced").write_text("../__0_0.distcp\nnotes.txt\n\n.\n..\n")
+    save(path, 2)
+    assert (tmp_path / "__0_0.distcp").exists() and (path / "notes.txt").exists()
+
+
+# ----------------------------------------------------------------- who else writes
+
+
+@existing
+def test_a_second_writer_is_refused_by_name_and_touches_nothing(exists: bool, tmp_path: Path, capsys) -> None:
+    path = tmp_path / "ckpt"
+    if exists:
+        save(path, 1)
+    with folder.new_folder(path) as temporary:
+        (temporary / "__0_0.distcp").write_bytes(b"of the first")
+        before = listed(tmp_path)
+        with pytest.raises(CheckpointError, match=f"ckpt: process {os.getpid()} on {os.uname().nodename} is saving"):
+            save(path, 2)
+        save(tmp_path / "source", 3)
+        assert cli.main(["convert", str(tmp_path / "source"), str(path), "--overwrite"]) == 2
+        assert "is saving there" in capsys.readouterr().err
+        shutil.rmtree(tmp_path / "source")
+        assert listed(tmp_path) == before
+        save(tmp_path / "ckpt2", 4)  # another path
+    save(path, 2)
+    assert loaded(path) == 2 and sorted(os.listdir(tmp_path)) == ["ckpt", "ckpt2"]
+
+
+def test_a_second_conversion_into_one_file_is_refused(tmp_path: Path, capsys) -> None:
+    save(tmp_path / "source", 3)
+    target = tmp_path / "model.pt"
+    with folder.beside(target) as temporary:
+        temporary.write_bytes(b"of the first")
+        assert cli.main(["convert", str(tmp_path / "source"), str(target)]) == 2
+        assert "model.pt: process" in capsys.readouterr().err and temporary.exists()
+    assert cli.main(["convert", str(tmp_path / "source"), str(target)]) == 0
+    assert sorted(os.listdir(tmp_path)) == ["model.pt", "source"]  # the first one's file was left
+
+
+@existing
+def test_a_writer_that_lost_its_lock_publishes_nothing(exists: bool, tmp_path: Path) -> None:
+    """As a server of files takes it from a host that it does not hear of."""
+    path = tmp_path / "ckpt"
+    if exists:
+        save(path, 1)
+    with folder.new_folder(path) as temporary:
+        folder.write_file(temporary / "__0_0.distcp", b"1")
+        folder.write_file(temporary / ".metadata", b"of the zombie")
+        (lock,) = [file for file in tmp_path.rglob("*.lock")]
+        lock.unlink()
+        save(path, 2)
+        with pytest.raises(FileNotFoundError):
+            folder.publish(temporary, path)
+        assert loaded(path) == 2
+        with folder.new_folder(path):
+            lock_of_the_other = set(tmp_path.rglob("*.lock"))
+    assert loaded(path) == 2 and lock_of_the_other
+    assert len(listed(tmp_path)) == 3
+
+
+@existing
+def test_without_locks_only_what_was_replaced_is_removed(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    if exists:
+        save(path, 1)
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOTSUP, "Operation not supported")):
+        with folder.new_folder(path) as temporary:
+            folder.write_file(temporary / "__0_0.distcp", b"1")
+            save(path, 2)
+            save(path, 3)
+            assert loaded(path) == 3
+            assert (temporary / "__0_0.distcp").exists()  # another's, perhaps
+    save(path, 4)
+    assert loaded(path) == 4 and len(listed(tmp_path)) == 3
+    with mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "Input/output error")):
+        with pytest.raises(OSError, match="Input/output"):
+            save(path, 4)
+
+
+def test_a_lock_is_no_way_to_another_file(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    (tmp_path / "mine").write_text("mine")
+    (path / ".saving.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        save(path, 2)
+    assert (tmp_path / "mine").read_text() == "mine" and loaded(path) == 1
+
+
+# ----------------------------------------------------------------- who reads meanwhile
+
+
+def once(work: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, after the first call of which ``work`` is done."""
+    pending = [work]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if pending:
+            pending.pop()()
+        return result
+
+    return called
+
+
+@pytest.mark.parametrize("at", ["_content", "_size", "_stored"])
+@existing
+def test_a_load_whose_checkpoint_is_replaced_begins_anew(at: str, exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if exists else None
+    save(path, 1)
+    reading = once(lambda: save(path, 2), getattr(metadata._Reader, at))
+    with mock.patch.object(metadata._Reader, at, reading):
+        assert loaded(path) == 2
+    reading = once(lambda: save(path, 3), getattr(metadata._Reader, at))
+    with mock.patch.object(metadata._Reader, at, reading):
+        assert cli.main(["verify", str(path)]) == 0
+
+
+@existing
+def test_a_load_reads_what_it_found_whatever_takes_its_place(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if exists else None
+    save(path, 1)
+    read = saving._Loading.read_tensors
+
+    def replaced(self: Any, progress: bool) -> Any:
+        save(path, 2)
+        return read(self, progress)
+
+    with mock.patch.object(saving._Loading, "read_tensors", replaced):
+        assert loaded(path) == 1
+    assert loaded(path) == 2
+    before = set(os.listdir("/proc/self/fd"))
+    loaded(path)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_conversion_reads_what_it_found_whatever_takes_its_place(tmp_path: Path) -> None:
+    path, target = tmp_path / "ckpt", tmp_path / "model.pt"
+    save(path, 1)
+    opened = once(lambda: save(path, 2), cli.open_source)
+    with mock.patch.object(cli, "open_source", opened):
+        assert cli.main(["convert", str(path), str(target)]) == 0
+    found = torch.load(target, weights_only=True)
+    assert found["extra"]["version"] == 1 and (found["model"]["weight"] == 1).all()
+
+
+def test_what_could_not_be_held_open_and_is_gone_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    with mock.patch("resource.getrlimit", return_value=(1, 1)):
+        found = metadata.read_checkpoint(path)
+        found.hold(found.file_sizes)
+    save(path, 2)
+    with pytest.raises(CheckpointError, match="__0_0.distcp: gone while the checkpoint was read"):
+        with found.open("__0_0.distcp"):
+            pass
+
+
+def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    save(path, 1)
+    (path / "__0_0.distcp").unlink()
+    with mock.patch.object(saving, "read_checkpoint", wraps=metadata.read_checkpoint) as reading:
+        with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
+            loaded(path)
+    assert reading.call_count == 1
+
+
+def test_folders_are_checkpoints_of_the_command_line_either_way(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    save(tmp_path / "source", 1)
+    for _ in range(2):
+        flags = ["--ranks", "3", "--overwrite"]
+        assert cli.main(["convert", str(tmp_path / "source"), str(tmp_path / "there"), *flags]) == 0
+        assert loaded(tmp_path / "there") == torch_loaded(tmp_path / "there") == 1
+        assert len(list((tmp_path / "there").glob("*/__*.distcp"))) == 3
+    assert cli.main(["convert", str(tmp_path / "there"), str(tmp_path / "there"), "--overwrite"]) == 0
+    assert loaded(tmp_path / "there") == 1 and len(listed(tmp_path / "there")) == 3

@@ -1,0 +1,414 @@
+"""What stands in a checkpoint besides tensors: saved and read equal, or refused before anything is replaced."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime
+import decimal
+import difflib
+import enum
+import fractions
+import io
+import math
+import pathlib
+import pickle
+import resource
+import threading
+import time
+import types
+import urllib.parse
+import uuid
+import zoneinfo
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError, objects
+
+
+class Point(NamedTuple):
+    x: int
+    y: float
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+class Plain:
+    pass
+
+
+class Own(nn.Linear):
+    """A module with extra state."""
+
+    own: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.own
+
+    def set_extra_state(self, state: Any) -> None:
+        self.own = state
+
+
+UTC = datetime.timezone.utc
+ORDERED = collections.OrderedDict([("b", 1), ("a", 2)])
+TO_NUMBERS = {
+    "float64": np.float64(0.1),
+    "float32": np.float32(0.1),
+    "float16": np.float16(0.1),
+    "NaN": np.float64("nan"),
+    "int64": np.int64(-3),
+    "uint64": np.uint64(2**64 - 1),
+    "int8": np.int8(-3),
+    "bool_": np.bool_(True),
+    "complex128": np.complex128(1 + 2j),
+    "str_": np.str_("text"),
+    "bytes_": np.bytes_(b"bytes"),
+    "mean": np.mean([1.0, 2.0]),
+    "schedule": np.linspace(0, 1, 5, dtype=np.float32)[1],
+}
+KEPT = {
+    "None": None,
+    "True": True,
+    "int": 3,
+    "large int": -(2**200),
+    "float": 0.1,
+    "inf": math.inf,
+    "complex": 1 + 2j,
+    "str": "text",
+    "surrogate": "\ud800",
+    "empty str": "",
+    "bytes": b"\0\xff",
+    "empty bytes": b"",
+    "bytearray": bytearray(b"ab"),
+    "empty bytearray": bytearray(),
+    "empty list": [],
+    "list": [1, "a", None],
+    "list of lists": [[1], []],
+    "list of dicts": [{}, {"a": {}}],
+    "dict": {"a": {"b": 1}},
+    "empty dict": {},
+    "dict of empty dicts": {"a": {}, "b": [{}]},
+    "tuple": (1, ("a", [2])),
+    "empty tuple": (),
+    "set": {1, 2},
+    "empty set": set(),
+    "frozenset": frozenset([1]),
+    "set of numpy": {np.float64(1.0)},
+    "OrderedDict": ORDERED,
+    "OrderedDict in a tuple": (ORDERED,),
+    "defaultdict": collections.defaultdict(list, a=[1]),
+    "defaultdict in a tuple": (collections.defaultdict(int, a=1),),
+    "Counter": collections.Counter("aab"),
+    "numpy in a tuple": (np.float64(0.5), [np.int32(1)]),
+    "array": np.ones(3),
+    "0-d array": np.array(5),
+    "empty array": np.zeros((0, 3), np.int32),
+    "Fortran array": np.arange(6.0).reshape(2, 3).T,
+    "big-endian array": np.arange(3, dtype=">i4"),
+    "array of bool": np.array([True, False]),
+    "array of half": np.ones(2, np.float16),
+    "array of complex": np.ones(2, np.complex64),
+    "array of text": np.array(["a", "bcd", ""]),
+    "array of times": np.array(["2026-01-01", "NaT"], "M8[ns]"),
+    "arrays in containers": {"a": [np.ones(2), (np.zeros(1), {"b": np.ones((2, 2))})]},
+    "numpy's random state": np.random.RandomState(1).get_state(),
+    "a generator's state": np.random.default_rng(1).bit_generator.state,
+    "longdouble": np.longdouble(1) / 3,
+    "datetime64": np.datetime64("2026-01-01T00:00", "15m"),
+    "timedelta64": np.timedelta64(3, "ns"),
+    "dtype": torch.bfloat16,
+    "a newer dtype": torch.float8_e4m3fn,
+    "device": torch.device("cuda", 1),
+    "Size": torch.Size([1, 2]),
+    "layout": torch.strided,
+    "qscheme": torch.per_tensor_affine,
+    "ShardingStrategy": ShardingStrategy.HYBRID_SHARD,
+    "BackwardPrefetch": BackwardPrefetch.BACKWARD_PRE,
+    "StateDictType": [StateDictType.FULL_STATE_DICT],
+    "date": datetime.date(2026, 1, 2),
+    "datetime": datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+    "aware datetime": datetime.datetime(2026, 1, 2, tzinfo=UTC),
+    "time": datetime.time(1, 2, fold=1),
+    "timedelta": datetime.timedelta(days=-1, microseconds=3),
+    "timezone": datetime.timezone(datetime.timedelta(hours=3), "name"),
+    "Path": Path("/a/b"),
+    "empty path": Path(),
+    "PureWindowsPath": pathlib.PureWindowsPath("c:/a"),
+    "struct_time": time.gmtime(0),
+    "struct_rusage": resource.getrusage(resource.RUSAGE_SELF),
+    "DecimalTuple": decimal.Decimal("1.5").as_tuple(),
+    "Match": difflib.Match(1, 2, 3),
+    "SplitResult": urllib.parse.urlsplit("http://a/b"),
+    "DefragResult": urllib.parse.urldefrag("a#b"),
+    "tensors in a tuple": (torch.ones(2), 1),
+    "tensors in a list": [torch.ones(2), None, {"a": torch.zeros(0, 3)}],
+    "the scheduler": torch.optim.lr_scheduler.StepLR(
+        torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), 3
+    ).state_dict(),
+}
+HOLDS_ITSELF: dict[str, Any] = {}
+HOLDS_ITSELF["a"] = HOLDS_ITSELF
+# by what the error names
+REFUSED = {
+    "fractions.Fraction": fractions.Fraction(1, 2),
+    "decimal.Decimal": decimal.Decimal(1),
+    "uuid.UUID": uuid.UUID(int=1),
+    "zoneinfo.ZoneInfo": datetime.datetime(2026, 1, 1, tzinfo=zoneinfo.ZoneInfo("UTC")),
+    "argparse.Namespace": argparse.Namespace(lr=1),
+    "types.SimpleNamespace": types.SimpleNamespace(a=1),
+    "test_checkpoint_objects.Point": Point(1, 2.0),
+    "test_checkpoint_objects.Color": Color.RED,
+    "test_checkpoint_objects.Plain": [Plain()],
+    "range": range(3),
+    "slice": slice(1),
+    "Ellipsis": ...,
+    "int": int,
+    "lambda": lambda: None,
+    "math.sqrt": math.sqrt,
+    "memoryview": memoryview(b"a"),
+    "torch.memory_format": torch.channels_last,
+    "torch.return_types.max": torch.max(torch.ones(2, 2), 0),
+    "collections.deque": collections.deque([1]),
+    "numpy.matrix": np.matrix([1.0]),
+    "numpy.ma": np.ma.ones(2),
+    "arrays of 'O8'": np.array([1, None]),
+    "arrays of 'V4'": np.zeros(2, [("a", "f4")]),
+    "Unsupported operand": 2**3000,
+    "holds itself": HOLDS_ITSELF,
+    "Thread": threading.Thread(),
+}
+
+
+def model(own: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    layer = Own(2, 2)
+    layer.own = own
+    made = nn.Sequential(layer)
+    return made, torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, of the same type but for subclasses of dict, with NaN and NaT equal to themselves."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        own = pickle.loads(pickle.dumps(one))  # numpy makes the bytes' order the machine's
+        return type(other) is np.ndarray and own.dtype == other.dtype and own.tobytes() == other.tobytes()
+    if isinstance(one, dict):
+        return isinstance(other, dict) and one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return (type(one) is type(other) or isinstance(one, np.number)) and (
+        one == other or (one != one and other != other)
+    )
+
+
+def through(value: Any, path: Path) -> list[Any]:
+    """``value`` as it comes back from extra, from extra state and from a group of the optimizer."""
+    own, optimizer = model(value)
+    optimizer.param_groups[0]["note"] = value
+    checkpoint.save(own, optimizer, path, extra={"value": value, "list": [value], "dict": {"a": value}})
+    again, optimizer = model()
+    extra = checkpoint.load(again, optimizer, path)
+    group = optimizer.param_groups[0].get("note")
+    return [again[0].own, group, extra["value"], extra["list"][0], extra["dict"]["a"]]
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_a_value_is_saved_and_read_equal(kind, tmp_path):
+    value = KEPT[kind]
+    for found in through(value, tmp_path / "a"):
+        assert same(value, found)
+
+
+@pytest.mark.parametrize("kind", TO_NUMBERS)
+def test_a_scalar_of_numpy_is_saved_as_the_number(kind, tmp_path):
+    value = TO_NUMBERS[kind]
+    for found in through(value, tmp_path / "a"):
+        assert same(value.item(), found) and not isinstance(found, np.generic)
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_could_not_be_read_is_refused_by_name_and_the_old_checkpoint_stays(named, tmp_path):
+    own, optimizer = model("old")
+    checkpoint.save(own, optimizer, tmp_path / "a", extra={"old": 1})
+    before = {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()}
+    for where in ("extra", "own", "group"):
+        own, optimizer = model(REFUSED[named] if where == "own" else None)
+        extra = {"deep": {"key": REFUSED[named]}} if where == "extra" else None
+        if where == "group":
+            optimizer.param_groups[0]["key"] = REFUSED[named]
+        key = {"extra": "extra", "own": "0._extra_state", "group": "key"}[where]
+        with pytest.raises(
+            (CheckpointError, ValueError, TypeError, RecursionError), match=named.replace("[", r"\[")
+        ) as failed:
+            checkpoint.save(own, optimizer, tmp_path / "a", extra=extra)
+        assert key in str(failed.value), (where, str(failed.value))
+        assert [file.name for file in tmp_path.iterdir()] == ["a"]
+        assert {file.name: file.read_bytes() for file in (tmp_path / "a").iterdir()} == before
+
+
+def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):
+    own, optimizer = model()
+    with pytest.raises(CheckpointError) as failed:
+        checkpoint.save(own, None, tmp_path / "a", extra={"point": Point(1, 2.0)})
+    name = f"{__name__}.Point"
+    assert f"extra.point: {name} cannot be saved so that it can be read: it names {name}" in str(failed.value)
+    assert f"torch.serialization.add_safe_globals([{name}])" in str(failed.value)
+    with torch.serialization.safe_globals([Point]):
+        checkpoint.save(own, None, tmp_path / "a", extra={"point": Point(1, 2.0)})
+        assert checkpoint.load(own, None, tmp_path / "a") == {"point": Point(1, 2.0)}
+    before = {name: value.clone() for name, value in own.state_dict().items() if isinstance(value, torch.Tensor)}
+    other, _ = model()
+    with torch.no_grad():
+        other[0].weight.zero_()
+    with pytest.raises(CheckpointError, match=r"extra.point cannot be read \(it names .*add_safe_globals"):
+        checkpoint.load(other, None, tmp_path / "a")
+    assert not other[0].weight.any() and before["0.weight"].any()  # extra is read before anything is changed
+
+
+@pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3)], ids=repr)
+def test_what_torch_saved_with_numpy_loads(value, tmp_path):
+    own, optimizer = model({"amax": np.ones(3), "when": datetime.date(2026, 1, 1)})
+    optimizer.param_groups[0]["lr"] = value
+    state, of_optimizer = get_state_dict(own, optimizer)
+    dcp.save({"model": state, "optim": of_optimizer}, checkpoint_id=tmp_path / "a", no_dist=True)
+    again, optimizer = model()
+    checkpoint.load(again, optimizer, tmp_path / "a")
+    assert optimizer.param_groups[0]["lr"] == value
+    assert same(again[0].own, {"amax": np.ones(3), "when": datetime.date(2026, 1, 1)})
+
+
+# ----------------------------------------------------------------- reading, without trust
+
+
+def archive(data_pkl: bytes) -> bytes:
+    """A file of torch.save with this pickle."""
+    content = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(content)
+    writer.write_record("data.pkl", data_pkl, len(data_pkl))
+    writer.write_record("byteorder", b"little", 6)
+    writer.write_end_of_file()
+    return content.getvalue()
+
+
+def called(name: str, *args: Any, state: Any = None) -> bytes:
+    """A pickle that calls what it names, and then sets the state of what came out."""
+    arguments = pickle.dumps(args, protocol=2)[2:-1]
+    built = b"" if state is None else pickle.dumps(state, protocol=2)[2:-1] + b"b"
+    return b"\x80\x02c" + name.replace(":", "\n").encode() + b"\n" + arguments + b"R" + built + b"."
+
+
+@pytest.mark.parametrize("name", ["os:system", "posix:system", "builtins:eval", "builtins:open", "builtins:exec"])
+def test_nothing_else_is_called(name):
+    with mock.patch("os.system", side_effect=AssertionError("called")), pytest.raises(pickle.UnpicklingError):
+        objects.load(archive(called(name, "echo")))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        called("builtins:bytes", 10**12),
+        called("builtins:dict", [("a", 1)]),
+        called("builtins:getattr", "text", "upper"),
+        called("pathlib:PosixPath", 1),
+        called("numpy:ndarray", (10**12,)),
+        called("numpy._core.multiarray:scalar", "f8", b"12345678"),
+        called("numpy:dtype", "O8", False, True),
+        called("numpy:dtype", "f8", False, True, state=(3, "<", None, ("a",), {"a": 1}, 8, 1, 63)),
+        # members are one for the whole process, so nothing of them may be set
+        called("torch.distributed.fsdp.api:ShardingStrategy", 1, state={"_value_": 7}),
+        called("pathlib:PosixPath", "a", state=(None, {"_str": "b"})),
+        called("datetime:timedelta", 1, state={"days": 7}),
+    ],
+    ids=range(11),
+)
+def test_a_known_name_takes_what_it_is_for_and_no_more(content):
+    with pytest.raises(Exception, match="."):
+        objects.load(archive(content))
+    assert ShardingStrategy.FULL_SHARD.value == 1
+
+
+@pytest.mark.parametrize("forged", ["dtype", "shape", "negative", "objects"])
+def test_an_array_has_the_memory_that_it_says(forged):
+    content = io.BytesIO()
+    torch.save(np.arange(4.0), content)
+    reduced = np.arange(4.0).__reduce__()
+
+    class Forged:
+        def __reduce__(self) -> Any:
+            version, shape, dtype, fortran, data = reduced[2]
+            state = {
+                "dtype": (version, shape, np.dtype("f4"), fortran, data),
+                "shape": (version, (10**9,), dtype, fortran, data),
+                "negative": (version, (-2, -2), dtype, fortran, data),
+                "objects": (version, shape, np.dtype("O"), fortran, [1, 2, 3, 4]),
+            }[forged]
+            return (*reduced[:2], state)
+
+    content = io.BytesIO()
+    torch.save(Forged(), content)
+    with pytest.raises(pickle.UnpicklingError):
+        objects.load(content.getvalue())
+
+
+def test_named_tuples_that_are_known_have_no_attributes_to_set():
+    known = {each for each in objects._known().values() if isinstance(each, type) and issubclass(each, tuple)}
+    values = [KEPT[kind] for kind in ("struct_time", "struct_rusage", "DecimalTuple", "Match", "SplitResult")]
+    values += [KEPT["DefragResult"], urllib.parse.urlparse("http://a/b")]
+    assert {type(value) for value in values} == known
+    assert not any(hasattr(value, "__dict__") for value in values)
+
+
+def test_a_member_of_an_enum_is_read_as_every_python_writes_it():
+    by_getattr = b"\x80\x02c__builtin__\ngetattr\n" + (
+        b"ctorch.distributed.fsdp.api\nShardingStrategy\nX\x0a\x00\x00\x00FULL_SHARD\x86R."
+    )
+    by_value = called("torch.distributed.fsdp.api:ShardingStrategy", 1)
+    for content in (by_getattr, by_value):
+        assert objects.load(archive(content)) is ShardingStrategy.FULL_SHARD
+
+
+def test_arrays_that_stand_in_several_places_stay_one():
+    array = np.ones(2)
+    content = io.BytesIO()
+    torch.save([array, {"a": array}, (array,)], content)
+    first, second, third = objects.load(content.getvalue())
+    assert first is second["a"] is third[0] and type(first) is np.ndarray
+    first[0] = 5  # writable
+
+
+def test_threads_read_at_once_and_torchs_list_is_what_the_user_made_it():
+    content = objects.pickled([datetime.date(2026, 1, 1), Path("a"), np.ones(2)]).getvalue()
+    before = set(torch.serialization.get_safe_globals())
+    failures: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for _ in range(50):
+                assert objects.load(content)[0] == datetime.date(2026, 1, 1)
+        except BaseException as error:
+            failures.append(error)
+
+    with torch.serialization.safe_globals([datetime.date, np.dtype, np.dtypes.Float64DType]):
+        listed = set(torch.serialization.get_safe_globals())
+        threads = [threading.Thread(target=read) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert set(torch.serialization.get_safe_globals()) == listed
+        assert objects.load(objects.pickled(np.arange(3)).getvalue()).tolist() == [0, 1, 2]
+    assert set(torch.serialization.get_safe_globals()) == before

@@ -1,0 +1,179 @@
+"""Checkpoints between versions of Python, whose pickles of enum members and paths differ."""
+
+from __future__ import annotations
+
+import base64
+import enum
+import json
+import os
+import pickle
+import pickletools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError, cli
+from fsdp_c.checkpoint.folder import METADATA
+from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry, read_checkpoint
+from tests.fuzz.checkpoint import RankFiles
+
+ROOT = Path(__file__).resolve().parents[2]
+# by record_metadata.py, which says how; the Pythons but 3.11 had no torch, only classes of the same names
+RECORDED = json.loads(Path(__file__).with_name("recorded_metadata.json").read_text())
+
+
+def written(path: Path, content: bytes) -> Path:
+    path.mkdir()
+    (path / METADATA).write_bytes(content)
+    (path / "__0_0.distcp").write_bytes(bytes(2000))
+    return path
+
+
+@pytest.mark.parametrize("by", RECORDED)
+def test_metadata_of_every_python_and_torch_are_read(by: str, tmp_path: Path) -> None:
+    found = read_checkpoint(written(tmp_path / "ckpt", base64.b64decode(RECORDED[by])))
+    weight, note = found.entries["model.weight"], found.entries["note"]
+    assert isinstance(weight, TensorEntry) and (weight.shape, weight.dtype) == ((2, 3), torch.float32)
+    assert weight.chunks == [((0, 0), (2, 3), "__0_0.distcp", 0, 1200, None)]
+    assert isinstance(note, BytesEntry) and (note.start, note.length) == (1200, 800)
+    assert found.paths == {"model.weight": ("model", "weight"), "note": ("note",)}
+
+
+def test_what_was_recorded_names_getattr_where_python_does() -> None:
+    for by, content in RECORDED.items():
+        assert (b"getattr" in base64.b64decode(content)) == ("3.11.2" in by), by
+
+
+def as_of_python_3_11_2(member: enum.Enum) -> tuple[Any, ...]:
+    return getattr, (type(member), member.name)
+
+
+def as_python_3_11_2_pickles() -> Any:
+    return mock.patch.multiple(enum.Enum, __reduce_ex__=lambda self, protocol: as_of_python_3_11_2(self))
+
+
+def names(content: bytes) -> set[str]:
+    return {str(argument) for _, argument, _ in pickletools.genops(content)}
+
+
+def test_members_of_enums_are_written_by_value_on_every_python(tmp_path: Path) -> None:
+    with as_python_3_11_2_pickles():
+        assert "getattr" in names(pickle.dumps(_MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT, 4))
+        checkpoint.save(nn.Linear(3, 2), None, tmp_path / "ours")
+        dcp.save({"model": nn.Linear(3, 2).state_dict()}, checkpoint_id=tmp_path / "torchs", no_dist=True)
+        assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "converted")]) == 0
+    assert "getattr" in names((tmp_path / "torchs" / METADATA).read_bytes())
+    for name in ("ours", "converted"):
+        assert "getattr" not in names((tmp_path / name / METADATA).read_bytes())
+    for name in ("ours", "torchs", "converted"):
+        checkpoint.load(nn.Linear(3, 2), None, tmp_path / name)
+        assert cli.main(["verify", str(tmp_path / name)]) == 0
+
+
+def test_files_of_ranks_are_read_of_every_python(tmp_path: Path) -> None:
+    with as_python_3_11_2_pickles():
+        RankFiles(tmp_path / "ranks")
+    assert b"getattr" in (tmp_path / "ranks" / "rank0.pt").read_bytes()
+    assert cli.main(["verify", str(tmp_path / "ranks")]) == 0
+    assert cli.main(["convert", str(tmp_path / "ranks"), str(tmp_path / "whole.pt")]) == 0
+    assert torch.equal(torch.load(tmp_path / "whole.pt")["a"], torch.ones(4, 3))
+
+
+ENUM = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+SIZE = b"ctorch\nSize\n"
+
+
+@pytest.mark.parametrize("module", [b"builtins", b"__builtin__"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ENUM + b"S'__class__'\n",
+        ENUM + b"S'mro'\n",
+        ENUM + b"S'_member_map_'\n",
+        ENUM + b"S'name'\n",
+        ENUM + b"I1\n",
+        ENUM + b"]",
+        SIZE + b"S'TORCH_CONTIGUOUS_FORMAT'\n",
+        SIZE + b"S'count'\n",
+        b"S'text'\nS'TORCH_CONTIGUOUS_FORMAT'\n",
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\nS'TORCH_CONTIGUOUS_FORMAT'\n",
+    ],
+)
+def test_getattr_gives_members_of_enums_and_nothing_else(module: bytes, arguments: bytes, tmp_path: Path) -> None:
+    path = written(tmp_path / "ckpt", b"c" + module + b"\ngetattr\n(" + arguments + b"tR.")
+    with pytest.raises(CheckpointError, match=f"{path / METADATA}: damaged, or not written by DCP .it names .*getattr"):
+        read_checkpoint(path)
+
+
+CYCLE = """
+import pickletools, sys
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import cli
+
+folder, other = Path(sys.argv[1]), Path(sys.argv[2])
+model = nn.Linear(3, 2)
+torch.nn.init.ones_(model.weight)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 3)).sum().backward()
+optimizer.step()
+checkpoint.save(model, optimizer, folder / "ours", extra={"step": 3})
+dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "torchs", no_dist=True)
+for path in (folder / "ours", folder / "torchs", other / "ours", other / "torchs"):
+    if path.exists():
+        found = nn.Linear(3, 2)
+        checkpoint.load(found, None, path)
+        assert torch.equal(found.weight, model.weight), path
+        for command in (["inspect", "--values", str(path)], ["verify", str(path)]):
+            assert cli.main(command) == 0, command
+state = {"model": nn.Linear(3, 2).state_dict()}
+dcp.load(state, checkpoint_id=folder / "ours", no_dist=True)
+assert torch.equal(state["model"]["weight"], model.weight)
+print(sys.version_info[:3])
+"""
+
+
+def early_3_11() -> dict[str, str]:
+    """The environment in which a CPython 3.11.0 to 3.11.3 runs this torch, where there is one; else skips."""
+    if sys.version_info[:2] != (3, 11):
+        pytest.skip("this torch is of another Python than 3.11")
+    paths = os.pathsep.join([str(ROOT), str(Path(torch.__file__).parents[1])])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [
+        "/usr/bin/python3",
+        "-c",
+        "import sys, torch, fsdp_c; sys.exit(not (3, 11) <= sys.version_info < (3, 11, 4))",
+    ]
+    if (
+        not Path(command[0]).exists()
+        or subprocess.run(command, env=environment, capture_output=True, timeout=200).returncode
+    ):
+        pytest.skip("/usr/bin/python3 is no CPython 3.11.0 to 3.11.3 that can import torch")
+    return environment
+
+
+@pytest.mark.timeout(600)
+def test_checkpoints_go_to_and_from_a_python_that_pickles_members_by_getattr(tmp_path: Path) -> None:
+    environment = early_3_11()
+    for interpreter, own, other in (
+        (sys.executable, "a", "b"),
+        ("/usr/bin/python3", "b", "a"),
+        (sys.executable, "a", "b"),
+    ):
+        command = [interpreter, "-W", "ignore", "-c", CYCLE, str(tmp_path / own), str(tmp_path / other)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
+        assert done.returncode == 0, done.stderr
+    assert "getattr" in names((tmp_path / "b" / "torchs" / METADATA).read_bytes())
+    assert "getattr" not in names((tmp_path / "b" / "ours" / METADATA).read_bytes())
