@@ -72,6 +72,15 @@ int handle_alloc_unsharded(struct handle *handle) {
     return storage_alloc_unsharded(&handle->storage);
 }
 
+int handle_detach_views(struct handle *handle) {
+    if (storage_detach_views(&handle->storage) < 0)
+        return -1;
+    slots_forget_wrapped(&handle->slots);
+    if (handle->slots.shown != SHOWN_VIEWS)
+        return 0;
+    return slots_show_nothing(&handle->slots) < 0 ? -1 : handle_show_views(handle);
+}
+
 /* ---- precision ---- */
 
 /* The slots let go of the views; without original parameters they show those of the copy that is in use then. */

@@ -98,6 +98,8 @@ int handle_summon_grads_exit(struct handle *handle, bool writeback);
 
 /* ---- what the modules show, of this handle's storage ---- */
 
+int handle_detach_views(struct handle *handle); /* gather.c: views without history take their place. 0 or -1 */
+
 static inline int handle_show_views(struct handle *handle) {
     return slots_show_views(&handle->slots, handle->storage.copy->views);
 }
@@ -152,10 +154,6 @@ static inline int handle_hide_views(struct handle *handle) {
 
 static inline int handle_wrap_views(struct handle *handle) {
     return slots_wrap_views(&handle->slots, handle->storage.copy->views);
-}
-
-static inline int handle_unwrap_views(struct handle *handle) {
-    return slots_unwrap_views(&handle->slots, handle->storage.copy->views);
 }
 
 /* What the user did to gradients since the last step. 0 or -1. */

@@ -123,6 +123,27 @@ void storage_fini_copies(struct storage *storage) {
         drop_copy(storage, &storage->copies[i]);
 }
 
+/* A graph may still read the former views: they keep their history, and the node with it. */
+static int detach_copy(struct precision_copy *copy, int64_t num_params) {
+    PyObject *views = copy->views ? PyTuple_New((Py_ssize_t)num_params) : NULL;
+    for (int64_t i = 0; views && i < num_params; i++) {
+        PyObject *view = PyObject_CallMethodObjArgs(PyTuple_GetItem(copy->views, i), torch_names.detach, NULL);
+        if (!view || PyTuple_SetItem(views, i, view) < 0)
+            Py_CLEAR(views);
+    }
+    if (!views)
+        return copy->views ? -1 : 0;
+    ref_set(&copy->views, views);
+    return 0;
+}
+
+int storage_detach_views(struct storage *storage) {
+    for (int i = 0; i < PRECISIONS; i++)
+        if (detach_copy(&storage->copies[i], storage->param->num_params) < 0)
+            return -1;
+    return 0;
+}
+
 /* ---- the copy in use ---- */
 
 int storage_make_copy(struct storage *storage, enum precision precision) {

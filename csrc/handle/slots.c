@@ -204,13 +204,6 @@ int slots_show_views(struct slots *slots, PyObject *views) {
     return change(slots, SHOWN_VIEWS, put_views, views);
 }
 
-int slots_unwrap_views(struct slots *slots, PyObject *views) {
-    if (!slots->wrapped_views)
-        return 0;
-    Py_CLEAR(slots->wrapped_views);
-    return slots->shown == SHOWN_VIEWS ? change(slots, SHOWN_VIEWS, put_views, views) : 0;
-}
-
 int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views) {
     if (slots->shown == SHOWN_SHARDED && !slots->params_are_full)
         return 0;

@@ -56,9 +56,8 @@ void slots_check(const struct slots *slots); /* the invariant, where FSDP_C_CHEC
 /* `views`: a tuple, one per parameter. The slots show them, or what wrap_views makes of them. 0 or -1. */
 int slots_show_views(struct slots *slots, PyObject *views);
 int slots_wrap_views(struct slots *slots,
-                     PyObject *views); /* anew, after their history has changed; a no-op without wrap_views */
-int slots_unwrap_views(struct slots *slots, PyObject *views); /* nothing keeps the history of the wrapped ones alive */
-void slots_forget_wrapped(struct slots *slots);               /* other views are in use from now on */
+                     PyObject *views);          /* anew, after their history has changed; a no-op without wrap_views */
+void slots_forget_wrapped(struct slots *slots); /* other views are in use from now on */
 
 /* The original parameters, each with its part of `shard` for its data; without them the views. 0 or -1. */
 int slots_show_sharded(struct slots *slots, PyObject *shard, PyObject *views);

@@ -128,7 +128,8 @@ int storage_init_copies(
 int storage_make_copy(struct storage *storage,
                       enum precision precision); /* so that its tensors are there, freed. 0 or -1 */
 int storage_use_copy(struct storage *storage,
-                     enum precision precision); /* while SHARDED: it is in use from now on. 0 or -1 */
+                     enum precision precision);    /* while SHARDED: it is in use from now on. 0 or -1 */
+int storage_detach_views(struct storage *storage); /* others, without history, take the place of all. 0 or -1 */
 int storage_fix_reduce_dtype(struct storage *storage,
                              PyObject *dtype); /* also for copies that are yet to be made. 0 or -1 */
 void storage_fini_copies(struct storage *storage);

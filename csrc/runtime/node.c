@@ -122,6 +122,10 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
 
 /* `args`: anything, then the gradients of the part's views. */
 static int receive(struct unit *part, PyObject *args, bool *again) {
+    const struct flat_param *param = &part->handle->param;
+    int trains = param->use_orig_params ? 1 : torch_requires_grad(param->tensor);
+    if (trains <= 0)
+        return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(&part->handle->gradients);
     return watch_unit(part, args) < 0 ? -1 : gradients_receive(&part->handle->gradients, args);
 }

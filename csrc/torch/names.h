@@ -29,7 +29,7 @@
     X(next_id)                                                                                                         \
     X(_register_hook_dict)                                                                                             \
     X(view)                                                                                                            \
-    X(detach_)                                                                                                         \
+    X(detach)                                                                                                          \
     X(_version)                                                                                                        \
     X(_compiled_call_impl)                                                                                             \
     X(training)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -761,3 +762,31 @@ def test_mixed_precision_graphs_are_nearly_the_plain_ones_and_leave_nothing(
         assert live_nbytes() == before, graph.__name__
     for name, value in full_gradients(model).items():
         assert (value - expected[name]).norm() < 0.05 * expected[name].norm(), name
+
+
+@pytest.mark.parametrize("net", [{}, {"around": "reentrant"}], ids=["plain", "checkpoint"])
+@all_strategies
+@both_views
+@on_ranks(2)
+def test_a_model_that_goes_before_its_backward_leaves_the_gradients(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, net: dict[str, Any]
+) -> None:
+    """A function returns the loss; the parameters are the optimizer's. Everything else goes with the graph."""
+
+    def take(keep: bool) -> tuple[list[Tensor | None], Any]:
+        model = sharded(strategy, net, use_orig_params=use_orig_params)
+        params, loss = list(model.parameters()), model(batch(rank)).sum()
+        kept = model if keep else None
+        del model
+        gc.collect()
+        loss.backward()
+        return [param.grad for param in params], kept
+
+    before = settled_nbytes()
+    expected, kept = take(keep=True)
+    del kept
+    gradients, _ = take(keep=False)
+    assert any(grad is not None for grad in gradients)
+    for grad, other in zip(gradients, expected, strict=True):
+        assert grad is other is None or torch.equal(grad, other)
+    assert settled_nbytes() <= before

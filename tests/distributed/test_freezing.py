@@ -95,6 +95,12 @@ class Run:
             if name.endswith("weight"):
                 param.grad = None
 
+    def hold(self) -> None:
+        self.held = self.loss()
+
+    def sync_with_held(self) -> None:
+        (self.held + self.loss()).backward()
+
     def infer(self) -> None:
         with torch.inference_mode():
             self.loss()
@@ -149,6 +155,8 @@ def assert_as_plain(program: str, strategy: str, use_orig_params: bool) -> None:
         "sync freeze infer sync",
         "sync step to_none freeze infer sync thaw sync",
         "infer_with_gradients_on sync step sync",
+        "sync step to_none hold freeze sync_with_held step sync",
+        "sync step to_none freeze hold thaw sync_with_held step sync",
     ],
 )
 @all_strategies
