@@ -678,6 +678,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Self":
         """Let ``.to()`` and its kin see the flat parameter only, and follow it; inner units do the same."""
+        _refuse_new_parameters(self)
         with _flat_params_shown(self):
             super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch gives it no types
             return self
@@ -947,6 +948,16 @@ def _register_flat_param(module: ShardedModule) -> None:
     """Show the flat parameter on the wrapped module, past register_parameter: the module need not know the name."""
     if module._flat_param is not None:
         module.module._parameters[module._flat_param_name] = module._flat_param
+
+
+def _refuse_new_parameters(module: ShardedModule) -> None:
+    for flag in ("overwrite_module_params_on_conversion", "swap_module_params_on_conversion"):
+        if getattr(torch.__future__, f"get_{flag}")():
+            raise RuntimeError(
+                f"rank {module.rank}, unit {unit_name(module.module)}: torch.__future__.set_{flag}(True) would have a "
+                "conversion put other parameters in the place of those that are sharded. Convert the module before "
+                "it is wrapped, or set the flag to False meanwhile"
+            )
 
 
 @contextlib.contextmanager

@@ -193,6 +193,34 @@ int slots_show_nothing(struct slots *slots) {
     return slots_set_shown(slots, SHOWN_NOTHING);
 }
 
+static int refuse_assigned(const struct slots *slots, const struct slot *slot) {
+    PyObject *fqn = flat_param_fqn(slots->param, slot->param);
+    PyErr_Format(PyExc_RuntimeError,
+                 "rank %lld, unit %S: something else was assigned to %S after wrapping. With use_orig_params=False it "
+                 "would be trained on each rank alone and never be saved. Assign or tie before wrapping, change values "
+                 "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
+                 (long long)slots->param->layout.rank, slots->param->name, fqn);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+/* What the slots keep from forward to forward is still there, or was deleted. */
+static int check_kept(const struct slots *slots, PyObject *views) {
+    for (int64_t i = 0; i < slots->count; i++) {
+        const struct slot *slot = &slots->all[i];
+        PyObject *value = PyDict_GetItemWithError(slot->attributes, slot->name);
+        if (value == PyTuple_GetItem(views, slot->param))
+            continue;
+        if (!value)
+            value = PyDict_GetItemWithError(slot->parameters, slot->name);
+        if (value && value != Py_None)
+            return refuse_assigned(slots, slot);
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
 int slots_show_views(struct slots *slots, PyObject *views) {
     if (slots->wrap_views) {
         if (!slots->wrapped_views && slots_wrap_views(slots, views) < 0)
@@ -200,7 +228,7 @@ int slots_show_views(struct slots *slots, PyObject *views) {
         return change(slots, SHOWN_VIEWS, put_views, slots->wrapped_views);
     }
     if (slots->shown == SHOWN_VIEWS && !slots->param->use_orig_params && !slots->watched)
-        return 0; /* the slots keep these very objects */
+        return check_kept(slots, views);
     return change(slots, SHOWN_VIEWS, put_views, views);
 }
 

@@ -170,6 +170,20 @@ class Occurrences:
             if id(param) in wanted:
                 self.shared.append((self.infos.index(places[param]), SharedParamInfo(*info, *places[param])))
 
+    def check_modules(self) -> None:
+        """Raise RuntimeError for a module whose parameters cannot be taken from it."""
+        for fqn, info in zip(self.fqns, self.infos, strict=True):
+            if isinstance(info.module, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"cannot delete methods or parameters of a script module: {fqn} is one's. Wrap the module that it "
+                    "was scripted from, or pass it in ignored_modules"
+                )
+
+    def come_last(self) -> None:
+        """Stand behind other parameters of their modules, as with torch: optimizers number them so."""
+        for info in self.infos:
+            info.module._parameters[info.param_name] = info.module._parameters.pop(info.param_name)
+
     def slots(self) -> list[tuple[int, nn.Module, str, int]]:
         bypass = os.environ.get("FSDP_USE_UNSAFE_SETATTR", "") == "1"
         places: list[tuple[int, ParamInfo | SharedParamInfo]] = [*enumerate(self.infos), *self.shared]
@@ -275,6 +289,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         if not params:
             raise ValueError(f"Cannot construct a {type(self).__name__} with an empty parameter list")
         found = Occurrences(tree or Subtree(fully_sharded_module), params)
+        found.check_modules()
         check_uniform(found.params, found.fqns, use_orig_params, floating=flat_param_name is None)
         extensions = tensor_parallel.flatten(found.params, found.fqns, fsdp_extension)
         self._fully_sharded_module = fully_sharded_module
@@ -349,6 +364,8 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
             postdivide=data_parallel_size / predivide,
             offload=offload_params,
         )
+        if use_orig_params:
+            found.come_last()
         if self._use_fake_all_gather:
             self.fake_all_gather(_fake_group(process_group), node_group and _fake_group(node_group))
         if self._use_fake_reduce:
@@ -472,13 +489,17 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         refuse_torchs_functions(self.name)
 
     def step_in_backward(self) -> None:
-        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced (D-089)."""
+        """Step the attached optimizers and drop the gradients they used; called when the unit's are reduced (D-089).
+
+        One that several parameters share steps once: afterwards none of those has a gradient.
+        """
         for param in self.flat_param._params or ():
             optimizers = getattr(param, "_in_backward_optimizers", None)
             if param.grad is None or not optimizers:
                 continue
             for optimizer in optimizers:
                 optimizer.step()
+            optimizers[-1].zero_grad(set_to_none=True)
             param.grad = None
 
     @property

@@ -17,10 +17,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullOptimStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer, _NamedOptimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_c
 from tests.models import WIDTH, Block, Net
@@ -293,3 +295,45 @@ def test_named_optimizer_trains_and_keeps_its_state_by_names(rank: int, world_si
         state["exp_avg"].zero_()
     optimizer.load_state_dict(loaded)
     assert_same(expected, plain(optimizer.state_dict()["state"]))
+
+
+class Reading(TorchDispatchMode):
+    """As a checker for NaN or a logger of tensors does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for value in pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                self.read += bool(value.isfinite().any()) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16, torch.float32)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@on_ranks(2)
+def test_a_dispatch_mode_may_read_every_tensor_that_it_sees(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str, precision: MixedPrecision | None
+) -> None:
+    gradients = []
+    for mode in (contextlib.nullcontext(), Reading()):
+        torch.manual_seed(3)
+        model = fsdp_c.FullyShardedDataParallel(
+            Net(2),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            use_orig_params=use_orig_params,
+            device_id=device(),
+            sharding_strategy=ShardingStrategy[strategy],
+            mixed_precision=precision,
+        )
+        with mode:
+            for step in range(2):
+                with model.no_sync() if step else contextlib.nullcontext():
+                    model(batch(step, rank)).square().mean().backward()
+            model(batch(2, rank)).square().mean().backward()
+        gradients.append([param.grad for param in model.parameters()])
+    for plain, read in zip(*gradients, strict=True):
+        assert plain is read is None or torch.equal(plain, read)

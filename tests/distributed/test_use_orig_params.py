@@ -631,6 +631,61 @@ def test_optimizer_in_backward_waits_for_the_synced_backward(rank: int, world_si
     assert not all(torch.equal(before[name], param) for name, param in named(model).items())
 
 
+@all_strategies
+@on_ranks(2)
+def test_optimizer_in_backward_of_several_parameters_steps_once(  # D-089
+    rank: int, world_size: int, strategy: str
+) -> None:
+    steps_taken: dict[int, int] = {}
+
+    class Counting(torch.optim.SGD):
+        def step(self, *args: Any, **kwargs: Any) -> None:
+            steps_taken[id(self)] = steps_taken.get(id(self), 0) + 1
+            super().step(*args, **kwargs)
+
+    def body(model: Any, trace: Trace, rank: int) -> None:
+        steps_taken.clear()
+        for unit in (model.module.blocks[0], model.module.blocks[1]):
+            optimizer = Counting(unit.parameters(), lr=0.05)
+            for param in unit.parameters():
+                param._in_backward_optimizers = [optimizer]
+        for step in range(2):
+            backward(model, step, rank)
+            trace.record(f"step {step}", named(model))
+        assert set(steps_taken.values()) == {2}
+
+    compare(rank, body, strategy)
+
+
+@pytest.mark.parametrize("names", [("c",), ("a",), ("b", "a")])
+@all_strategies
+@on_ranks(2)
+def test_parameters_beside_ignored_ones_have_torchs_order(
+    rank: int, world_size: int, strategy: str, names: tuple[str, ...]
+) -> None:
+    """Optimizers number them so in what they save."""
+
+    class Three(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Parameter(torch.ones(4)) for _ in range(3))
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(x * self.a + self.b * self.c)
+
+    orders = []
+    for name in ("torch", "fsdp_c"):
+        module = Three()
+        ignored = [getattr(module, ignored_name) for ignored_name in names]
+        kwargs = {"device_id": device(), "sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        model = implementation(name)(module, ignored_states=ignored, **kwargs)
+        before = list(named(model)), list(model.state_dict())
+        model(torch.ones(2, 4, device=device())).sum().backward()
+        orders.append((before, list(named(model)), list(model.state_dict())))
+    assert orders[0] == orders[1]
+
+
 @on_ranks(2)
 def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size: int) -> None:  # D-089, B-027
     models = [build("fsdp_c", cpu_offload=CPUOffload(offload)) for offload in (False, True)]

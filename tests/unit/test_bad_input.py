@@ -187,3 +187,87 @@ def test_call_with_something_else_is_refused(name: str) -> None:
     attempt, error, message = CALLS[name]
     with pytest.raises(error, match=message):
         attempt()
+
+
+def backward_through(model: nn.Module) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layer(), layer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def assign_a_parameter(model: Heads) -> None:
+    model.second.weight = nn.Parameter(torch.ones(3, 3))
+
+
+def assign_a_tensor(model: Heads) -> None:
+    model.second.weight = torch.ones(3, 3)
+
+
+def tie(model: Heads) -> None:
+    model.second.weight = model.first.weight
+
+
+@pytest.mark.parametrize("assign", [assign_a_parameter, assign_a_tensor, tie])
+@pytest.mark.parametrize("trained", [False, True], ids=["first", "trained"])
+@pytest.mark.usefixtures("fake_ranks")
+def test_what_is_assigned_after_wrapping_is_found_by_the_next_forward(
+    trained: bool, assign: Callable[[Heads], None]
+) -> None:
+    """Each rank would train it alone, and no state dict would have it; torch undoes it without a word."""
+    model = FSDP(Heads(), device_id=torch.device("cpu"))
+    if trained:
+        backward_through(model)
+    before = model.module.second.weight
+    assign(model.module)
+    with pytest.raises(RuntimeError, match="rank 1, unit Heads: something else was assigned to second.weight after .*"):
+        backward_through(model)
+    assert model.training_state.name == "IDLE"
+    model.module.second._parameters.pop("weight", None)
+    model.module.second.__dict__["weight"] = before
+    backward_through(model)
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_parameter_that_was_deleted_after_wrapping_is_not_missed() -> None:
+    class Partly(Heads):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.first(x)
+
+    model = FSDP(Partly(), device_id=torch.device("cpu"))
+    del model.module.second.weight
+    backward_through(model)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.usefixtures("fake_ranks")
+def test_scripted_modules_are_refused_by_name(use_orig_params: bool) -> None:
+    module = Heads()
+    module.second = torch.jit.script(layer())
+    with pytest.raises(RuntimeError, match="methods or parameters of a script module: second.weight is one's. Wrap"):
+        FSDP(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    assert [name for name, _ in module.named_parameters()][::2] == ["first.weight", "second.weight"]
+    FSDP(module, device_id=torch.device("cpu"), use_orig_params=use_orig_params, ignored_modules=[module.second])
+
+
+@pytest.mark.parametrize("way", ["overwrite", "swap"])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.usefixtures("fake_ranks")
+def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, way: str) -> None:
+    model = FSDP(Heads(), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+    before = list(model.parameters())
+    set_flag = getattr(torch.__future__, f"set_{way}_module_params_on_conversion")
+    set_flag(True)
+    try:
+        with pytest.raises(RuntimeError, match=f"rank 1, unit Heads: torch.__future__.set_{way}_module_params_on_.*"):
+            nn.Sequential(model).to(torch.bfloat16)
+    finally:
+        set_flag(False)
+    assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
+    assert model.to(torch.bfloat16)._handle.flat_param.dtype == torch.bfloat16
