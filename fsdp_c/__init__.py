@@ -2,9 +2,18 @@
 
 __version__ = "0.1.0"
 
+import importlib
+import importlib.util
 import sys
+from types import ModuleType
 
 import torch  # isort: skip  # noqa: F401  # first: the C side finds libtorch's symbols in the running process
+
+if importlib.util.find_spec("fsdp_c._C") is None:
+    raise ImportError(
+        f"fsdp_c is imported from {__path__[0]}, where its extension module is not built: run `make build` or "
+        "`pip install -e .` there, or start Python in another folder, from which an installed fsdp_c is found"
+    )
 
 from fsdp_c import _C  # noqa: F401  # its ImportError says what is missing
 from fsdp_c import wrap as wrap
@@ -68,7 +77,7 @@ __all__ = [
     "StateDictType",
 ]
 
-_BESIDE_TORCHS = (  # what users use besides; submodules once they are imported
+_BESIDE_TORCHS = (  # what users use besides; submodules from their first use on
     "FlatParameter ShardedGradScaler register_forward_method iter_full_params install is_installed uninstall optional "
     "plan summary api checkpoint debug optim wrap"
 ).split()
@@ -87,6 +96,12 @@ _ALIASES = {  # second names of modules, which libraries, pickles and programs u
 }
 globals().update(_ALIASES)
 sys.modules.update({f"{__name__}.{name}": module for name, module in _ALIASES.items()})
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in ("checkpoint", "debug", "optim"):
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fsdp_c
 from fsdp_c import cli, interop
 from fsdp_c.compat import upstream
 from fsdp_c.tools import environment
@@ -122,3 +124,21 @@ def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch:
     assert "C compiler:    not found (cc)" in text and "nvcc:          not found (nvcc)" in text
     assert "CUDA kernels:  not in use: no library for cuda; " in text
     assert "not there (No module named 'x'); fsdp_c's own stand in" in text
+
+
+def test_a_checkout_without_the_extension_says_what_to_do(tmp_path: Path) -> None:
+    """It hides an installed fsdp_c from whoever starts Python there."""
+    package = Path(fsdp_c.__path__[0])
+    shutil.copytree(package, tmp_path / "fsdp_c", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    program = (
+        "import sys; sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)]; "
+        f"sys.path.insert(0, {str(tmp_path)!r}); import fsdp_c"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert f"fsdp_c is imported from {tmp_path}/fsdp_c, where its extension module is not built: run" in result.stderr
+
+
+def test_submodules_are_there_without_an_import_of_their_own() -> None:
+    program = "import fsdp_c; fsdp_c.checkpoint.save, fsdp_c.optim.FlatAdamW, fsdp_c.debug.checksum; fsdp_c.nothing"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stderr.splitlines()[-1] == "AttributeError: module 'fsdp_c' has no attribute 'nothing'"
