@@ -113,8 +113,10 @@ static int watch_shown(struct gradients *gradients, int64_t gone) {
 
 /* The parameter may not be asked for what it has shown: this is called amid its end. */
 static PyObject *end_of_part(PyObject *capsule, PyObject *reference) {
-    struct gradients *gradients = PyCapsule_GetPointer(capsule, NULL);
     (void)reference;
+    if (!PyCapsule_IsValid(capsule, NULL))
+        Py_RETURN_NONE; /* the unit has gone as well */
+    struct gradients *gradients = PyCapsule_GetPointer(capsule, NULL);
     Py_CLEAR(gradients->shown);
     int result = watch_shown(gradients, gradients->shown_param);
     if (!result && !gradients->shown)
@@ -134,6 +136,13 @@ int gradients_init_shown(struct gradients *gradients) {
 
 void gradients_watch_nothing(struct gradients *gradients) {
     Py_CLEAR(gradients->shown);
+}
+
+void gradients_fini_shown(struct gradients *gradients) {
+    gradients_watch_nothing(gradients);
+    if (gradients->shown_end)
+        PyCapsule_SetName(PyCFunction_GetSelf(gradients->shown_end), "of a unit that has gone");
+    Py_CLEAR(gradients->shown_end);
 }
 
 /* The original parameters show their parts of the sharded flat gradient; those outside the shard show None. */

@@ -24,8 +24,7 @@ void gradients_init(struct gradients *gradients, const struct handle_spec *spec)
 void gradients_fini(struct gradients *gradients) {
     gradients_drop(gradients);
     Py_CLEAR(gradients->hidden);
-    Py_CLEAR(gradients->shown);
-    Py_CLEAR(gradients->shown_end);
+    gradients_fini_shown(gradients);
     Py_CLEAR(gradients->unsharded);
     Py_CLEAR(gradients->shard_sizes);
     Py_CLEAR(gradients->hooks_seen);

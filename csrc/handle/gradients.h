@@ -132,6 +132,7 @@ int gradients_hide_unsharded(
     struct gradients *gradients); /* amid a backward: no .grad shows what no_sync left. 0 or -1 */
 /* The shard has moved to another dtype or device, and flat_param.grad with it: what shows it follows. 0 or -1 */
 int gradients_follow(struct gradients *gradients);
+void gradients_fini_shown(struct gradients *gradients);    /* others may keep the callback of what was shown */
 void gradients_watch_nothing(struct gradients *gradients); /* what is shown may go: the handle goes with it */
 int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
 /* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */

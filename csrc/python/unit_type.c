@@ -194,7 +194,11 @@ static int set_recorder_index(PyObject *self, PyObject *value, void *unused) {
 }
 
 static int set_sync_gradients(PyObject *self, PyObject *value, void *unused) {
-    int wanted = value ? PyObject_IsTrue(value) : -1;
+    if (!value) {
+        PyErr_SetString(PyExc_AttributeError, "sync_gradients of a unit cannot be deleted");
+        return -1;
+    }
+    int wanted = PyObject_IsTrue(value);
     if (wanted < 0)
         return -1;
     unit_set_sync_gradients(inside(self), wanted);

@@ -85,13 +85,12 @@ static int hook_sequence(PyObject *sequence, PyObject *hook, int64_t *hooked) {
     return 0;
 }
 
+/* Looking at a value may run code of the user's, which may change the dict. */
 static int hook_dict(PyObject *dict, PyObject *hook, int64_t *hooked) {
-    Py_ssize_t position = 0;
-    PyObject *key, *value;
-    while (PyDict_Next(dict, &position, &key, &value))
-        if (hook_outputs(value, hook, hooked) < 0)
-            return -1;
-    return 0;
+    PyObject *values = PyDict_Values(dict);
+    int result = values ? hook_sequence(values, hook, hooked) : -1;
+    Py_XDECREF(values);
+    return result;
 }
 
 /* Hook every tensor in `output` that requires grad; the output itself is returned to the user as it is. */

@@ -5,10 +5,10 @@
 /* ---- life ---- */
 
 static PyObject *on_module_end(PyObject *self, PyObject *reference) {
-    struct unit *unit = PyCapsule_GetPointer(self, NULL);
     (void)reference;
-    if (!unit)
-        return NULL;
+    if (!PyCapsule_IsValid(self, NULL))
+        Py_RETURN_NONE; /* the unit has gone as well */
+    struct unit *unit = PyCapsule_GetPointer(self, NULL);
     if (unit->is_root && unit->runtime)
         runtime_detach_views(unit->runtime);
     else if (unit_detach_views(unit) < 0)
@@ -19,21 +19,28 @@ static PyObject *on_module_end(PyObject *self, PyObject *reference) {
 static PyMethodDef module_end_def = {"on_module_end", on_module_end, METH_O, NULL};
 
 /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the collector does not look:
- * it is cut when the module goes, for the whole tree when that is the root. The weak reference dies with the unit, so the capsule's pointer is good while it can be called. */
-static PyObject *watch_module(struct unit *unit, PyObject *module) {
-    PyObject *capsule = PyCapsule_New(unit, NULL, NULL), *callback = NULL, *reference = NULL;
-    if (capsule)
-        callback = PyCFunction_New(&module_end_def, capsule);
+ * it is cut when the module goes, for the whole tree when that is the root. Others may keep the callback: clearing the unit takes the
+ * capsule's pointer from it. */
+static int watch_module(struct unit *unit, PyObject *module) {
+    PyObject *callback = NULL;
+    unit->module_end = PyCapsule_New(unit, NULL, NULL);
+    if (unit->module_end)
+        callback = PyCFunction_New(&module_end_def, unit->module_end);
     if (callback)
-        reference = PyWeakref_NewRef(module, callback);
-    Py_XDECREF(capsule);
+        unit->module_ref = PyWeakref_NewRef(module, callback);
     Py_XDECREF(callback);
-    return reference;
+    return unit->module_ref ? 0 : -1;
+}
+
+static void watch_nothing(struct unit *unit) {
+    if (unit->module_end)
+        PyCapsule_SetName(unit->module_end, "of a unit that has gone");
+    Py_CLEAR(unit->module_end);
+    Py_CLEAR(unit->module_ref);
 }
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec) {
     unit->object = object;
-    unit->module_ref = watch_module(unit, spec->module);
     unit->handle_object = Py_XNewRef(spec->handle_object);
     unit->handle = spec->handle;
     unit->name = Py_NewRef(spec->name);
@@ -48,7 +55,7 @@ int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec)
     unit->sync_gradients = unit->may_nest = true;
     unit->recorder_index = -1;
     order_place_init(&unit->place, 0);
-    return unit->module_ref ? 0 : -1;
+    return watch_module(unit, spec->module);
 }
 
 /* ---- segments ---- */
@@ -107,7 +114,7 @@ int unit_clear(struct unit *unit) {
     Py_CLEAR(unit->anchor);
     Py_CLEAR(unit->hooks_seen);
     Py_CLEAR(unit->reshard_hook);
-    Py_CLEAR(unit->module_ref);
+    watch_nothing(unit);
     Py_CLEAR(unit->runtime_object);
     unit->runtime = NULL;
     unit->handle = NULL;
