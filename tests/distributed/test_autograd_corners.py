@@ -213,6 +213,28 @@ def test_checkpointed_graph_gives_the_gradients_of_the_plain_model(
     assert_same_gradients(sharded(strategy, net=options), plain(**options), GRAPHS[graph], rank, world_size)
 
 
+@both_views
+@on_ranks(2)
+def test_vmap_works_without_gradients_and_is_refused_with_them(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model, reference = sharded(use_orig_params=use_orig_params), plain()
+    inputs = torch.stack([batch(rank, index) for index in range(2)])
+    refused = (
+        lambda: torch.vmap(model)(inputs),
+        lambda: torch.func.grad(lambda x: model(x).sum())(inputs[0]),
+        lambda: torch.func.jvp(model, (inputs[0],), (inputs[0],)),
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(model)(inputs), reference(inputs))
+    for call in refused:
+        with pytest.raises(NotImplementedError, match=r"unit \S.* transformation of torch.func .*torch.no_grad"):
+            call()
+    assert_same_gradients(model, reference, twice, rank, world_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.vmap(model)(inputs), model(inputs))
+
+
 class Recursive(nn.Module):
     """Its forward calls its own unit, and uses its parameters before and after that."""
 
