@@ -232,12 +232,22 @@ static PyObject *written_part(const struct edits *edits, PyObject *part, PyObjec
     return result;
 }
 
+/* Where this rank's part of the parameter lies in the shard, and in `own_part` of what is gathered. */
+static struct layout_shard_range held_range(const struct edits *edits, int64_t param) {
+    const struct flat_layout *layout = &edits->param->layout;
+    if (edits->param->sharded)
+        return layout->shard_ranges[param];
+    return (struct layout_shard_range){.in_shard = true,
+                                       .offset_in_shard = layout_param_offset(layout, param),
+                                       .numel_in_shard = layout_param_numel(layout, param)};
+}
+
 static int take_over_view(struct edits *edits, int64_t param) {
-    const struct layout_shard_range *range = &edits->param->layout.shard_ranges[param];
-    if (!range->in_shard)
+    struct layout_shard_range range = held_range(edits, param);
+    if (!range.in_shard)
         return 0;
-    PyObject *part = torch_part(edits->storage->local_shard, range->offset_in_shard, range->numel_in_shard);
-    PyObject *view = torch_part(edits->storage->copy->own_part, range->offset_in_shard, range->numel_in_shard);
+    PyObject *part = torch_part(edits->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
+    PyObject *view = torch_part(edits->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
     PyObject *value = part && view ? written_part(edits, part, view) : NULL;
     PyObject *copied = value ? PyObject_CallMethod(part, "copy_", "O", value) : NULL;
     edits->copied = true;
@@ -248,14 +258,56 @@ static int take_over_view(struct edits *edits, int64_t param) {
     return copied ? 0 : -1;
 }
 
-int edits_take_over_views(struct edits *edits) {
+/* `*last`: the last parameter that was written to, or as it was. */
+static int take_over_views(struct edits *edits, int64_t *last) {
+    int any = 0;
     for (int64_t i = 0; i < edits->param->num_params; i++) {
         int written = storage_take_written(edits->storage, i);
         if (written < 0 || (written && take_over_view(edits, i) < 0))
             return -1;
+        if (written)
+            *last = i;
+        any = any || written;
     }
-    return 0;
+    return any;
 }
+
+int edits_take_over_views(struct edits *edits) {
+    int64_t last;
+    return take_over_views(edits, &last);
+}
+
+/* ---- what a forward writes ---- */
+
+/* [Note: writes in a forward] Each view counts for itself how often it was written to: parameters are apart from each other for autograd,
+ * too. To ask all of them costs a tenth of the host work of a step. So a unit is asked after its first forwards, after each one
+ * once any has written, and of the others after every 64th: a unit that begins late is told that what it wrote before is lost. */
+enum { FIRST_FORWARDS = 4, FORWARDS_BETWEEN = 64 };
+
+static int refuse_late_write(const struct edits *edits, int64_t param) {
+    PyObject *fqn = flat_param_fqn(edits->param, param);
+    PyErr_Format(PyExc_RuntimeError,
+                 "rank %lld, unit %S: its forward writes in place to %S, but did not in its first %d forwards, so that "
+                 "parameters were not looked at and what it wrote in the last %d may be lost. From now on writes are "
+                 "kept. Have it write in one of its first forwards as well, if only the values that are there, or keep "
+                 "in a buffer what a forward changes.",
+                 (long long)edits->param->layout.rank, edits->param->name, fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+int edits_take_over_writes(struct edits *edits) {
+    int64_t count = edits->num_forwards[torch_grad_enabled()]++, last;
+    bool expected = edits->forward_writes || count < FIRST_FORWARDS;
+    if (!expected && count % FORWARDS_BETWEEN)
+        return 0;
+    int written = take_over_views(edits, &last);
+    if (written > 0)
+        edits->forward_writes = true;
+    return written > 0 && !expected ? refuse_late_write(edits, last) : written;
+}
+
+/* ---- views that are replaced ---- */
 
 static int refuse_changed_view(struct edits *edits, const struct slot *slot) {
     PyObject *fqn = flat_param_fqn(edits->param, slot->param);

@@ -1,7 +1,8 @@
 /* What the user did to a unit's parameters and gradients between steps, and is taken over before the next gather (C-130 to C-136).
  *
  * Invariant: after edits_take_over_params the Parameters that the slots show lie in the shard, and are the objects in `params`;
- * after edits_collect_grads the flat parameter's gradient is made of theirs. All is taken over only while the storage is SHARDED. */
+ * after edits_collect_grads the flat parameter's gradient is made of theirs. Both are taken over only while the storage is SHARDED, and what
+ * was written to views only while it is UNSHARDED. */
 #ifndef FSDP_HANDLE_EDITS_H
 #define FSDP_HANDLE_EDITS_H
 
@@ -19,7 +20,9 @@ struct edits {
     bool taken; /* all there is, for the next gather */
     bool
         copied; /* since edits_take_copied: some were copied, on the stream that was current, or the shard is another one */
-    int64_t unheld_turn; /* the parameter outside the shard that was looked at last */
+    int64_t unheld_turn;     /* the parameter outside the shard that was looked at last */
+    bool forward_writes;     /* some forward has written in place to parameters */
+    int64_t num_forwards[2]; /* without gradients and with them: see [Note: writes in a forward] in edits.c */
 };
 
 void edits_bind(struct edits *edits, const struct flat_param *param, const struct storage *storage,
@@ -44,7 +47,9 @@ static inline bool edits_take_copied(struct edits *edits) {
 
 /* edits.c. 0 or -1 */
 int edits_take_over_params(struct edits *edits); /* sharded parameters go into the shard that they were shown from */
-int edits_take_over_views(struct edits *edits);  /* so does what was written to the views of what is gathered */
+int edits_take_over_views(
+    struct edits *edits); /* so does what was written to the views of what is gathered. 1: something was */
+int edits_take_over_writes(struct edits *edits);       /* the same, at the end of a forward */
 int64_t edits_count_writes(const struct edits *edits); /* in place to parameters, as far as they leave a trace; or -1 */
 int edits_check_unheld(struct edits *edits);           /* RuntimeError for data where this rank holds nothing */
 int edits_check_views(struct edits *edits); /* AssertionError for a view replaced while the storage stays unsharded */

@@ -134,15 +134,27 @@ static inline bool handle_leaves_views(const struct handle *handle) {
     return param->use_orig_params && param->sharded && !flat_param_reshards_after_forward(param);
 }
 
-/* What the user has written in place to views that stayed after a forward (C-091) goes into the shard, before what is gathered goes.
- * 0 or -1. */
+/* What was written in place to views that stayed after a forward (C-091), or in a recomputation of one that writes, goes into the shard,
+ * before what is gathered goes. 0 or -1. */
 static inline int handle_take_over_views(struct handle *handle) {
     bool in_backward = handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
-    bool stayed = !in_backward || handle_leaves_views(handle);
-    if (!stayed || !handle->param.sharded || handle->slots.shown != SHOWN_VIEWS ||
+    bool expected = !in_backward || handle_leaves_views(handle) || handle->edits.forward_writes;
+    if (!expected || handle->storage.copy->is_local || handle->slots.shown != SHOWN_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
-    return edits_take_over_views(&handle->edits);
+    return edits_take_over_views(&handle->edits) < 0 ? -1 : 0;
+}
+
+/* What the module has written in place to its parameters in a forward goes into the shard, and to the ranks of a node, before what is
+ * gathered goes (parity 52). 0 or -1. */
+static inline int handle_take_over_writes(struct handle *handle) {
+    struct storage *storage = &handle->storage;
+    if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
+        return 0;
+    int written = edits_take_over_writes(&handle->edits);
+    if (written > 0 && storage_gathers_in_node(storage))
+        return storage_keep_node_part(storage);
+    return written < 0 ? -1 : 0;
 }
 
 /* No backward comes for which views would stay. 0 or -1. */

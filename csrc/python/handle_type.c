@@ -250,10 +250,15 @@ static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
     return PyBool_FromLong(inside(self)->param.sharded && inside(self)->storage.param_state == PARAM_SHARDED);
 }
 
+/* Between steps, and between a forward and its backward, what is freed may have changed: so what a node keeps of it goes as well. */
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
     PyObject *free_storage = only_argument(args, kwargs, "free_unsharded_flat_param");
+    struct handle *handle = inside(self);
     int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
-    return none_or_error(wanted < 0 ? -1 : storage_reshard(&inside(self)->storage, wanted));
+    int result = wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted);
+    if (!result && wanted && handle->training_state == USE_IDLE)
+        result = storage_forget_node_part(&handle->storage);
+    return none_or_error(result);
 }
 
 static PyObject *set_comm_hook(PyObject *self, PyObject *args) {

@@ -42,7 +42,7 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
     bool expected = unit->needs_pre_backward_unshard;
     bool keeps = handle->param.sharded && !flat_param_reshards_after_forward(&handle->param);
     bool free_storage = !handle->param.sharded || !expected || (!unit->is_root && !keeps);
-    if (unit_reshard(part, free_storage) < 0)
+    if (handle_take_over_writes(handle) < 0 || unit_reshard(part, free_storage) < 0)
         return -1;
     bool views_stay = keeps && !free_storage && torch_grad_enabled(); /* C-091 */
     if (!views_stay && handle_show_sharded(handle) < 0)
@@ -52,6 +52,9 @@ static int reshard_after_forward(struct unit *part, const struct unit *unit) {
 
 /* It may run again, and sends nothing. */
 static int hold(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (handle_take_over_writes(part->handle) < 0)
+            return -1;
     return optional_hold(unit) < 0 ? -1 : unit_set_training_state(unit, USE_IDLE);
 }
 

@@ -286,12 +286,52 @@ static int forget_hooks(struct unit *unit) {
     return registered < 0 ? -1 : 0;
 }
 
+/* Is a transformation of torch.func under way (vmap, grad, jvp)? An exception stays set. */
+static bool is_transformed(void) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *functorch = PyImport_ImportModule("torch._C._functorch");
+    PyObject *innermost = functorch ? PyObject_CallMethod(functorch, "peek_interpreter_stack", NULL) : NULL;
+    bool result = innermost && innermost != Py_None;
+    Py_XDECREF(functorch);
+    Py_XDECREF(innermost);
+    PyErr_Restore(type, value, traceback);
+    return result;
+}
+
+static void drop_anchor(struct unit *unit) {
+    if (unit->anchor_hook)
+        hook_disarm(unit->anchor_hook);
+    Py_CLEAR(unit->anchor_hook);
+    Py_CLEAR(unit->anchor_node);
+    Py_CLEAR(unit->anchor);
+}
+
+/* Such a transformation takes no autograd function as a unit's node is: without gradients none is needed (parity 54). What it has made
+ * belongs to it. 0 or -1. */
+static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
+    if (!is_transformed())
+        return -1;
+    PyErr_Clear();
+    if (has_new_anchor)
+        drop_anchor(unit);
+    if (!enabled)
+        return 0;
+    PyErr_Format(PyExc_NotImplementedError,
+                 "rank %lld, unit %S: its forward is called inside of a transformation of torch.func (vmap, grad, jvp) "
+                 "while gradients are enabled, which cannot be recorded for sharded parameters. Call it under "
+                 "torch.no_grad(), or transform the module that is not wrapped.",
+                 unit_rank(unit), unit->name);
+    return -1;
+}
+
 int unit_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
     if ((!enabled || !unit->anchor) && torch_inference_mode())
         return 0; /* nothing is recorded there, whatever is turned on */
     PyObject *views = NULL;
+    bool has_anchor = unit->anchor;
     if (!enabled)
         torch_set_grad_enabled(true);
     /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit the views */
@@ -301,5 +341,5 @@ int unit_attach_views(struct unit *unit) {
         torch_set_grad_enabled(false);
     unit->views_attached = true;
     Py_XDECREF(views);
-    return views ? 0 : -1;
+    return views ? 0 : refuse_transformed(unit, enabled, !has_anchor);
 }

@@ -214,6 +214,68 @@ def test_checkpointed_graph_gives_the_gradients_of_the_plain_model(
     assert_same_gradients(sharded(strategy, net=options), plain(**options), GRAPHS[graph], rank, world_size)
 
 
+@both_views
+@on_ranks(2)
+def test_vmap_works_without_gradients_and_is_refused_with_them(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    model, reference = sharded(use_orig_params=use_orig_params), plain()
+    inputs = torch.stack([batch(rank, index) for index in range(2)])
+    refused = (
+        lambda: torch.vmap(model)(inputs),
+        lambda: torch.func.grad(lambda x: model(x).sum())(inputs[0]),
+        lambda: torch.func.jvp(model, (inputs[0],), (inputs[0],)),
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(model)(inputs), reference(inputs))
+    for call in refused:
+        with pytest.raises(NotImplementedError, match=r"unit \S.* transformation of torch.func .*torch.no_grad"):
+            call()
+    assert_same_gradients(model, reference, twice, rank, world_size)
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.vmap(model)(inputs), model(inputs))
+
+
+class Recursive(nn.Module):
+    """Its forward calls its own unit, and uses its parameters before and after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.unit: list[nn.Module] = [self]
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.before(x))
+        return self.after(self.unit[0](x, depth - 1) if depth else x)
+
+
+class AroundRecursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = Recursive(), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(x))
+
+
+@all_strategies
+@both_views
+@pytest.mark.parametrize("recomputed", [False, True], ids=["", "checkpoint"])
+@on_ranks(2)
+def test_a_unit_that_calls_itself_trains(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, recomputed: bool
+) -> None:
+    policy = ModuleWrapPolicy({Recursive})
+    model = wrap(seeded(AroundRecursive), strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    model.inner.module.unit = [model.inner]
+
+    def step(model: Any, rank: int) -> None:
+        run = (lambda x: checkpoint(model, x, use_reentrant=False)) if recomputed else model
+        twice(run, rank)
+
+    assert_same_gradients(model, seeded(AroundRecursive), step, rank, world_size)
+
+
 @all_strategies
 @on_ranks(2)
 def test_unit_used_alone_and_then_the_whole(rank: int, world_size: int, strategy: str) -> None:

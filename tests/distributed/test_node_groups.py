@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import fsdp_c
@@ -24,6 +24,7 @@ from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision
 from fsdp_c.wrap import ModuleWrapPolicy, reshard_after_forward, split_frozen
 from tests.collectives import ALL_GATHER
+from tests.distributed.test_checkpoint import folder_of_ranks
 from tests.models import EqualBlocks
 from tests.parity.engine import Point, compare
 from tests.parity.programs import generate
@@ -226,6 +227,29 @@ def test_parameters_written_in_between_are_seen(rank: int, world_size: int) -> N
         with FSDP.summon_full_params(model), torch.no_grad():
             for param in model.parameters():
                 param.mul_(1.5)
+        loss.backward()
+        found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
+    assert found[0] and same(*found)
+
+
+@pytest.mark.parametrize("how", ["full", "sharded", "checkpoint"])
+@on_ranks(4)
+def test_parameters_loaded_in_between_are_seen(rank: int, world_size: int, how: str) -> None:
+    found = []
+    for ranks in (NODE, None):
+        model, other = build(ranks), build(ranks)
+        with FSDP.summon_full_params(other), torch.no_grad():
+            for param in other.parameters():
+                param.mul_(1.5)
+        kind = StateDictType.FULL_STATE_DICT if how == "full" else StateDictType.SHARDED_STATE_DICT
+        loss = loss_of(model, rank)
+        if how == "checkpoint":
+            folder = folder_of_ranks() / "saved"
+            fsdp_c.checkpoint.save(other, None, folder)
+            fsdp_c.checkpoint.load(model, None, folder)
+        else:
+            with FSDP.state_dict_type(other, kind), FSDP.state_dict_type(model, kind):
+                model.load_state_dict(other.state_dict())
         loss.backward()
         found.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
     assert found[0] and same(*found)

@@ -4,6 +4,7 @@ a backward that may never come, is gathered anew. Held to the plain module: both
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable
@@ -21,8 +22,10 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c.wrap import reshard_after_forward, split_frozen
 from tests.distributed.test_collective_calls import calls, counted
 from tests.ranks import device, on_ranks
 from tests.storage import live_nbytes, settled_nbytes
@@ -473,3 +476,125 @@ def test_an_exception_or_a_move_loses_nothing_that_was_written(rank: int, world_
         leave()
         before["a.weight"] *= 2.0
         torch.testing.assert_close(full(model), before, rtol=0, atol=0)
+
+
+# ----------------------------------------------------------------- what a forward writes
+
+
+class Writing(Block):
+    """Its forward writes into a trained parameter, and into a frozen one, which it keeps as a codebook."""
+
+    def __init__(self, writes_from: int = 0, recomputed: bool = False) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.code = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.forwards, self.writes_from, self.recomputed = 0, writes_from, recomputed
+
+    def write(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        if self.forwards > self.writes_from:
+            with torch.no_grad():
+                self.weight.clamp_(-0.2, 0.2)
+                self.code.mul_(0.75).add_(x.detach().mean(0))
+        return super().forward(x + self.code)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.write, x, use_reentrant=False) if self.recomputed else self.write(x)
+
+
+class WritingNet(nn.Module):
+    """Its root has a parameter that is written to as well."""
+
+    def __init__(self, recomputed: str = "no", writes_from: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.embedding = nn.Embedding(4, WIDTH, max_norm=0.5)
+        self.a, self.b = (Writing(writes_from, recomputed == "inside") for _ in range(2))
+        self.recomputed = recomputed
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.embedding(torch.arange(4, device=x.device))
+        x = checkpoint(self.a, x, use_reentrant=False) if self.recomputed == "around" else self.a(x)
+        return self.b(torch.tanh(x))
+
+
+def both_writing(*given: Any, **arguments: Any) -> tuple[Trainer, Trainer]:
+    models = [WritingNet(*given).to(device(), torch.float64) for _ in range(2)]
+    return Trainer(wrap(models[0], **arguments)), Trainer(models[1])
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@views
+@pytest.mark.parametrize("recomputed", ["no", "inside", "around"])
+@on_ranks(2)
+def test_what_a_forward_writes_into_its_parameters_stays(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool, recomputed: str
+) -> None:
+    """As `nn.Embedding(max_norm=...)` does, and a codebook; torch raises. A recomputation writes once more."""
+    trainers = both_writing(recomputed, strategy=strategy, use_orig_params=use_orig_params)
+    for trainer in trainers:
+        for index in range(3):
+            trainer.train(index)
+            with torch.no_grad():
+                trainer.loss(index + 5)
+    check(trainers[0].model, trainers[1].model)
+
+
+@pytest.mark.parametrize("arguments", [{"cpu_offload": CPUOffload(True)}, {"forward_prefetch": True}, {"split": True}])
+@on_ranks(2)
+def test_so_it_does_where_parameters_are_offloaded_gathered_ahead_or_split(
+    rank: int, world_size: int, arguments: dict[str, Any]
+) -> None:
+    with split_frozen() if arguments.pop("split", False) else contextlib.nullcontext():
+        trainers = both_writing(**arguments)
+    for trainer in trainers:
+        with getattr(trainer.model, "no_sync", torch.enable_grad)():
+            trainer.loss(7).backward()
+        trainer.train(0)
+        trainer.train(1)
+        with torch.inference_mode():
+            trainer.loss(2)
+    check(trainers[0].model, trainers[1].model)
+
+
+@strategies
+@on_ranks(4)
+def test_so_it_does_where_backwards_gather_within_a_node(rank: int, world_size: int, strategy: str) -> None:
+    with reshard_after_forward(2):
+        trainers = both_writing("inside", strategy=strategy)
+    for trainer in trainers:
+        trainer.train(0)
+        trainer.train(1)
+    check(trainers[0].model, trainers[1].model)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@views
+@on_ranks(2)
+def test_under_mixed_precision_what_a_forward_has_not_changed_keeps_its_bits(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    trainer = both_writing(strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)[0]
+    before = full(trainer.model)["a.weight"]
+    trainer.loss().backward()
+    low = before.to(torch.bfloat16)
+    clamped = low.clamp(-0.2, 0.2)
+    expected = torch.where(clamped == low, before, clamped.double())
+    assert 0 < int((clamped != low).sum()) < low.numel()
+    assert torch.equal(full(trainer.model)["a.weight"], expected)
+
+
+@on_ranks(2)
+def test_a_unit_that_begins_to_write_late_is_refused_once(rank: int, world_size: int) -> None:
+    """Versions of all parameters are asked for after few forwards, where none has written."""
+    model = both_writing("no", 6)[0].model
+    with torch.no_grad():
+        for index in range(64):
+            model(batch(index))
+        for unit in ("a", "b"):
+            with pytest.raises(RuntimeError, match=f"rank {rank}, unit Writing at '{unit}': its forward writes in"):
+                model(batch())
+        model(batch())
+        kept = full(model)["a.code"]
+        model(batch())
+    assert not torch.equal(full(model)["a.code"], kept)
