@@ -40,7 +40,7 @@ static int pre_backward(struct unit *unit) {
         return -1;
     if (unit_begin_backward(unit) < 0 || prepare(unit) < 0)
         return -1;
-    unit->ran_pre_backward = true;
+    unit->ran_pre_backward = unit->had_gradient = true;
     unit->left_out = false;
     return 0;
 }
