@@ -48,13 +48,13 @@ class _Unit(nn.Sequential):
 
 def _step_us(depth: int, layers: int) -> float:
     """The shortest of some steps."""
-    units = (_Unit(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers))) for _ in range(depth))
+    units = (_Unit(*(nn.Linear(WIDTH, WIDTH, device="cpu") for _ in range(layers))) for _ in range(depth))
     policy = ModuleWrapPolicy({_Unit})
     device = torch.device("cpu")
     model = FullyShardedDataParallel(
         nn.Sequential(*units), auto_wrap_policy=policy, device_id=device, use_orig_params=True
     )
-    batch, times = torch.randn(2, WIDTH), []
+    batch, times = torch.randn(2, WIDTH, device=device), []
     gc.collect()
     for _ in range(STEPS):
         start = time.perf_counter()

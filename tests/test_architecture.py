@@ -28,6 +28,7 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("interop",),
     ("__init__", "__main__", "cli"),
 )
+TENSOR_FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}
 STATEFUL = ("handle", "runtime")
 WITHOUT_PYTHON = ("base", "layout", "kernels")
 STATE_OWNERS = {
@@ -370,6 +371,20 @@ def trace_violations(root: Path) -> list[str]:
     ]
 
 
+def default_device_violations(root: Path) -> list[str]:
+    """Tensors of fsdp_c/ that lie wherever the script said with torch.set_default_device()."""
+    return [
+        f"fsdp_c.{name}: line {call.lineno} makes a tensor without saying where"
+        for name, path in python_modules(root).items()
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in TENSOR_FACTORIES
+        and "device" not in {keyword.arg for keyword in call.keywords}
+    ]
+
+
 CHECKS: list[Check] = [
     include_violations,
     python_h_violations,
@@ -384,6 +399,7 @@ CHECKS: list[Check] = [
     trace_violations,
     cycle_violations,
     python_layer_violations,
+    default_device_violations,
 ]
 
 
@@ -515,6 +531,7 @@ PLANTED = [
     (python_layer_violations, "fsdp_c/state/values.py", "from ..checkpoint import folder\n"),
     (python_layer_violations, "fsdp_c/state/values.py", "def late():\n    import fsdp_c.checkpoint.folder\n"),
     (python_layer_violations, "fsdp_c/checkpoint/folder.py", "from fsdp_c import A\n"),
+    (default_device_violations, "fsdp_c/state/values.py", "import torch\nx = torch.zeros(3, dtype=torch.int64)\n"),
 ]
 
 

@@ -41,11 +41,16 @@ static int leave_full_precision(struct handle *handle) {
     return result;
 }
 
+/* Is what is shown another memory than the shard? */
+static bool shows_copy(const struct handle *handle) {
+    return handle->param.sharded || handle->storage.offload;
+}
+
 /* The full-precision flat parameter, right padding included, new reference; gathered anew where a forward has left it gathered, as the
  * shard may have changed since. A low-precision copy that is still gathered is freed: it would be stale after a writeback. */
 static PyObject *gather(struct handle *handle) {
     handle->summon.freed_after = handle->storage.param_state == PARAM_SHARDED;
-    if (!handle->param.sharded)
+    if (!shows_copy(handle))
         return Py_NewRef(handle->storage.local_shard);
     int result =
         handle->storage.copies[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
@@ -104,7 +109,7 @@ static int write_back(struct handle *handle) {
     for (int64_t i = 0; !result && i < handle->param.num_params; i++)
         result = settle_replaced(handle, views, i);
     Py_XDECREF(views);
-    if (result || !handle->param.sharded)
+    if (result || !shows_copy(handle))
         return result;
     edits_note_copied(&handle->edits); /* a backward may come next, whose gathers read the shard on other streams */
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
@@ -172,7 +177,7 @@ int handle_summon_exit(struct handle *handle) {
         return 0;
     int result = 0;
     if (handle->summon.full) {
-        if (handle->summon.writeback || !handle->param.sharded)
+        if (handle->summon.writeback || !shows_copy(handle))
             result = write_back(handle);
         result = settle_debt(handle, leave, result);
     } else {

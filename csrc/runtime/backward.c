@@ -6,12 +6,16 @@
 
 /* ---- pre-backward ---- */
 
-static int prepare_part(struct unit *part) {
+static int prepare_part(struct runtime *runtime, struct unit *part) {
     struct handle *handle = part->handle;
     /* a checkpointed part of the module may run again in this backward: it finds the same views as in the forward */
     if (handle->param.use_orig_params && handle_show_views(handle) < 0)
         return -1;
-    return gradients_prepare(&handle->gradients);
+    if (gradients_prepare(&handle->gradients) < 0)
+        return -1;
+    if (handle->gradients.hidden)
+        runtime_have_script_wait(runtime);
+    return 0;
 }
 
 static int prepare(struct unit *unit) {
@@ -20,7 +24,7 @@ static int prepare(struct unit *unit) {
     if (!unit->handle)
         return 0;
     FOR_PARTS(part, unit)
-        if (prepare_part(part) < 0)
+        if (prepare_part(unit->runtime, part) < 0)
             return -1;
     return 0;
 }
@@ -40,7 +44,7 @@ static int pre_backward(struct unit *unit) {
         return -1;
     if (unit_begin_backward(unit) < 0 || prepare(unit) < 0)
         return -1;
-    unit->ran_pre_backward = true;
+    unit->ran_pre_backward = unit->had_gradient = true;
     unit->left_out = false;
     return 0;
 }

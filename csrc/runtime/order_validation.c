@@ -12,9 +12,12 @@ static int init_tensors(struct order_validation *validation, PyObject *device) {
         validation->own = torch_empty(1, dtype, device);
     if (validation->own)
         validation->everyone = torch_empty(validation->group.world_size, dtype, device);
+    /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
+    PyObject *zeros = validation->everyone ? PyObject_CallMethod(validation->everyone, "zero_", NULL) : NULL;
     Py_XDECREF(torch);
     Py_XDECREF(dtype);
-    return validation->everyone ? 0 : -1;
+    Py_XDECREF(zeros);
+    return zeros ? 0 : -1;
 }
 
 struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device) {
@@ -49,9 +52,9 @@ static PyObject *names_of(const struct order_validation *validation, int64_t ind
     return names ? names : Py_None;
 }
 
-/* list of the index that each rank is about to gather. New reference. */
-static PyObject *gather_indices(struct order_validation *validation, int64_t index) {
-    PyObject *filled = PyObject_CallMethod(validation->own, "fill_", "L", (long long)index);
+/* list of each rank's value. New reference. */
+static PyObject *gather_values(struct order_validation *validation, int64_t value) {
+    PyObject *filled = PyObject_CallMethod(validation->own, "fill_", "L", (long long)value);
     PyObject *work = filled ? collective_all_gather(&validation->group, validation->everyone, validation->own) : NULL;
     Py_XDECREF(filled);
     if (!work || collective_wait(work) < 0)
@@ -59,8 +62,11 @@ static PyObject *gather_indices(struct order_validation *validation, int64_t ind
     return PyObject_CallMethod(validation->everyone, "tolist", NULL);
 }
 
+/* The index that each rank is about to gather. Before it upstream sends how many there are, which is 1: whoever counts collectives
+ * finds as many. */
 static int compare_ranks(struct order_validation *validation, int64_t index) {
-    PyObject *indices = gather_indices(validation, index);
+    PyObject *counts = gather_values(validation, 1), *indices = counts ? gather_values(validation, index) : NULL;
+    Py_XDECREF(counts);
     if (!indices)
         return -1;
     int64_t first = PyLong_AsLongLong(PyList_GetItem(indices, 0));

@@ -105,3 +105,24 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
     }
     return running < 0 ? -1 : 0;
 }
+
+/* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid the backward still. */
+static int wait_in_script(void *waiting) {
+    struct runtime *runtime = waiting;
+    PyObject *object = runtime->object;
+    bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
+    runtime->script_waits = false;
+    int result = is_script ? runtime_await_failed_backward(runtime) : 0;
+    Py_DECREF(object);
+    return result;
+}
+
+/* An optimizer asks nobody before it reads or clears gradients, and what this backward hides is shown again if it raises. The
+ * interpreter makes pending calls before the script's next call; where it has too many, it makes none. */
+void runtime_have_script_wait(struct runtime *runtime) {
+    if (runtime->script_waits || !streams_are_real(&runtime->schedule.streams))
+        return;
+    runtime->script_waits = Py_AddPendingCall(wait_in_script, runtime) == 0;
+    if (runtime->script_waits)
+        Py_INCREF(runtime->object);
+}

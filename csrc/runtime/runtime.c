@@ -102,8 +102,10 @@ int runtime_root_pre_forward(struct runtime *runtime) {
 }
 
 void runtime_enter_forward(struct runtime *runtime) {
-    if (!runtime->num_in_forward++ && !runtime->callback_queued)
-        runtime->num_forwards++;
+    if (runtime->num_in_forward++ || runtime->callback_queued)
+        return;
+    runtime->num_forwards++;
+    runtime->forward_thread = PyThread_get_thread_ident();
 }
 
 void runtime_leave_forward(struct runtime *runtime) {

@@ -38,9 +38,11 @@ struct runtime {
     bool graph_goes_on;     /* and of that autograd makes a graph, which the step's backward goes through */
     int64_t graph_task;     /* autograd's number of the backward that the callback was queued in */
     bool any_cut_off, any_left_out, told_of_no_gradient;
-    bool trains;             /* the root's last forward began with gradients enabled */
-    const void *final_hook;  /* what was queued last: compared, never followed */
-    unsigned long resetting; /* the thread that does so now, or 0 */
+    bool trains;                  /* the root's last forward began with gradients enabled */
+    const void *final_hook;       /* what was queued last: compared, never followed */
+    unsigned long resetting;      /* the thread that does so now, or 0 */
+    unsigned long forward_thread; /* in which the last forward began outside of a backward */
+    bool script_waits;            /* a pending call of the interpreter's is to come: runtime_have_script_wait() */
     struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
 };
@@ -90,6 +92,8 @@ int runtime_drop_reduction(struct runtime *runtime); /* after an exception */
 int runtime_reset(struct runtime *runtime); /* after an exception in a step: IDLE, SHARDED, no gradient of that step */
 int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any forward */
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
+void runtime_have_script_wait(
+    struct runtime *runtime); /* amid a backward that hides gradients: before the script goes on */
 
 void runtime_detach_views(struct runtime *runtime); /* views.c: the root has gone */
 void runtime_check(const struct runtime *runtime);  /* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */

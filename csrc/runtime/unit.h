@@ -76,6 +76,7 @@ struct unit {
     bool recomputed;    /* its last forward ran within that */
     bool may_nest, nested, anchor_comes;
     bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
+    bool had_gradient;              /* one has come to its outputs in some backward */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
     enum precision graph_precision; /* of the last forward that a backward can follow */
     int32_t recorder_index;         /* of its name in the flight recorder, -1: none */

@@ -278,11 +278,13 @@ def read_stored(value: Any, stored: StoredByAddress) -> Any:
 
 
 def _read_tensor(tensor: Tensor, place: Stored) -> Tensor:
-    data = torch.empty(_span(tensor) * tensor.itemsize, dtype=torch.uint8)
+    data = torch.empty(_span(tensor) * tensor.itemsize, dtype=torch.uint8, device="cpu")
     read_into(place.path, place.record.offset + int(tensor.storage_offset()) * tensor.itemsize, data)
     if place.is_swapped:
         data.untyped_storage().byteswap(tensor.dtype)
-    return torch.empty(0, dtype=tensor.dtype).set_(data.untyped_storage(), 0, tensor.shape, tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        data.untyped_storage(), 0, tensor.shape, tensor.stride()
+    )
 
 
 def read_into(path: Path, offset: int, data: Tensor) -> None:

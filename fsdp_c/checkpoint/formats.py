@@ -208,7 +208,7 @@ class SafetensorsSource:
             if part.shape == shape:
                 return tensor
             if whole is None:
-                whole = torch.zeros(shape, dtype=part.dtype)
+                whole = torch.zeros(shape, dtype=part.dtype, device="cpu")
             narrowed(whole, part.offsets, part.shape).copy_(tensor)
         assert whole is not None
         return whole
@@ -285,6 +285,6 @@ def _whole_shape(path: Path, key: str, parts: list[_Stored]) -> tuple[int, ...]:
 
 
 def _read_stored(part: _Stored) -> Tensor:
-    data = torch.empty(part.shape, dtype=part.dtype)
+    data = torch.empty(part.shape, dtype=part.dtype, device="cpu")
     read_into(part.file, part.start, data)
     return data

@@ -281,7 +281,7 @@ class OptimTarget:
         for key in keys:
             own = self.checkpoint.entries[key]
             assert isinstance(own, TensorEntry)
-            self.scalars[key] = torch.zeros(own.shape, dtype=own.dtype)
+            self.scalars[key] = torch.zeros(own.shape, dtype=own.dtype, device="cpu")
         return keys
 
     # ------------------------------------------------------------- groups
@@ -295,7 +295,7 @@ class OptimTarget:
                 found[key] = after or tuple(key.removeprefix(prefix).rpartition(".")[::2])
                 entry = self.checkpoint.entries[key]
                 if isinstance(entry, TensorEntry):
-                    self.scalars[key] = torch.zeros(entry.shape, dtype=entry.dtype)
+                    self.scalars[key] = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
                 else:
                     self.object_keys.append(key)
         return found

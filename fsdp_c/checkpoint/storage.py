@@ -192,9 +192,9 @@ def read_chunk(checkpoint: Checkpoint, key: str, entry: TensorEntry, chunk: Chun
     if chunk.place is None:
         return _torch_load_chunk(checkpoint, key, entry, chunk, file)
     if chunk.place.strides is None:
-        tensor = torch.empty(chunk.sizes, dtype=entry.dtype)
+        tensor = torch.empty(chunk.sizes, dtype=entry.dtype, device="cpu")
     else:
-        tensor = torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=entry.dtype)
+        tensor = torch.empty_strided(chunk.sizes, chunk.place.strides, dtype=entry.dtype, device="cpu")
     _read_into(checkpoint, key, chunk, tensor, file)
     return tensor
 
@@ -256,9 +256,9 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
         if chunk.sizes == entry.shape:
             return part
         if whole is None:
-            whole = torch.zeros(entry.shape, dtype=entry.dtype)
+            whole = torch.zeros(entry.shape, dtype=entry.dtype, device="cpu")
         narrowed(whole, chunk.offsets, chunk.sizes).copy_(part)
-    return torch.zeros(entry.shape, dtype=entry.dtype) if whole is None else whole
+    return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu") if whole is None else whole
 
 
 def keys_below(checkpoint: Checkpoint, root: str) -> list[str]:

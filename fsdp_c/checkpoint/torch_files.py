@@ -201,14 +201,14 @@ class RankFilesSource:
             return read_stored(value, self.stored)
         if len(value.parts) == 1:
             return read_stored(value.parts[0].tensor, self.stored)
-        whole = torch.zeros(value.shape, dtype=value.dtype)
+        whole = torch.zeros(value.shape, dtype=value.dtype, device="cpu")
         for part in value.parts:
             narrowed(whole, part.offsets, part.tensor.shape).copy_(read_stored(part.tensor, self.stored))
         return whole
 
     def read_range(self, key: str, start: int, numel: int) -> Tensor:
         """Read elements of a flat parameter."""
-        whole = torch.zeros(numel, dtype=self.entries[key].dtype)
+        whole = torch.zeros(numel, dtype=self.entries[key].dtype, device="cpu")
         for (offset,), tensor in self.values[key].parts:
             low, high = max(start, offset), min(start + numel, offset + tensor.numel())
             if low < high:

@@ -120,7 +120,7 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> "FlatParameter":
         if cls is not FlatParameter:
             raise AssertionError("subclasses FlatParameter not supported")
-        param = cast(FlatParameter, nn.Parameter(torch.empty(0) if data is None else data, requires_grad))
+        param = cast(FlatParameter, nn.Parameter(torch.empty(0, device="cpu") if data is None else data, requires_grad))
         param._is_flat_param = True
         return param
 

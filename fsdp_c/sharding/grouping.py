@@ -19,9 +19,10 @@ _splits_frozen = contextvars.ContextVar("_splits_frozen", default=False)
 def split_frozen() -> Iterator[None]:
     """Units built in the body keep frozen parameters in a flat parameter of their own, also with ``use_orig_params``.
 
-    Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. Values are the
-    same bits, state dicts the same; only memory and traffic differ. FSDP_C_SPLIT_FROZEN=1 in the environment does the
-    same for unmodified scripts. All ranks build alike.
+    Then frozen parameters cost no gradient: none is allocated, packed, reduced or offloaded for them. State
+    dicts have the same names and shapes. Values are the same bits on two ranks without clipping: norms, and sums over
+    more ranks, are added up in another order. FSDP_C_SPLIT_FROZEN=1 in the environment does the same for unmodified
+    scripts. All ranks build alike.
     """
     token = _splits_frozen.set(True)
     try:

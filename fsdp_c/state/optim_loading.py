@@ -274,7 +274,7 @@ def _value_of(target: _Target, source: StateDict | None) -> Tensor | None:
 def _flat_on_rank_0(target: _Target, source: StateDict | None) -> Tensor:
     value = _value_of(target, source)
     if value is None:
-        return torch.empty(0, dtype=target.value.dtype)
+        return torch.empty(0, dtype=target.value.dtype, device="cpu")
     return to_memory_order(value.detach(), target.layout.order)
 
 

@@ -279,7 +279,7 @@ def _tensors(
 ) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
     pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
-    nothing = {dtype: torch.empty(0, dtype=dtype) for one in held.values() for _, dtype in one.tensors}
+    nothing = {dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors}
     for module, members in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in members]
         for name in sorted({name for one in dtypes for name in one}):

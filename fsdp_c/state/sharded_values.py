@@ -402,7 +402,7 @@ def rows_of_value(value: object, fqn: str, module: ShardedModule, layout: ParamL
             f"{fqn}: rank {group.rank()} of {group.size()} expects rows of {numel} elements but the value has {found}: "
             "it was saved by another number of ranks; load through torch.distributed.checkpoint, which divides it anew"
         )
-    rows = shards[0].tensor if shards else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype)
+    rows = shards[0].tensor if shards else torch.empty(rows_shape(layout.shape, 0), dtype=value.dtype, device="cpu")
     return rows if same else _rows_of_larger_group(rows, layout, group, module)
 
 

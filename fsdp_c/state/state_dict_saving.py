@@ -250,7 +250,7 @@ def _parallel_rows(module: ShardedModule, full: Tensor) -> Tensor:
 @contextlib.contextmanager
 def names_shown(module: ShardedModule) -> Iterator[None]:
     """Placeholders for the parameters of a unit without original ones, so that their names come in their order."""
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, device="cpu")
     params = [] if module._use_orig_params else common.managed_params(module._handle)
     placeholders = [handle_of(module).as_param(param.place, nothing, requires_grad=False) for param in params]
     with common.mounted(list(zip(params, placeholders, strict=True))):

@@ -81,8 +81,14 @@ def _cpu_kernels() -> str:
     return f"in use, of {', '.join(_C.cpu_capabilities())}"
 
 
+def _why_not_built() -> str:
+    if torch.version.cuda is None:
+        return "the installed torch computes on the CPU alone"
+    return "nvcc was not found, is of another CUDA than torch, or was not wanted"
+
+
 def _cuda_kernels() -> str:
     reason = _C.why_no_kernels("cuda")
     library = Path(_C.__file__).with_name("_cuda.so")
-    built = f"built ({library})" if library.exists() else "not built: nvcc was not found, or not wanted"
+    built = f"built ({library})" if library.exists() else f"not built: {_why_not_built()}"
     return f"in use, {built}" if reason is None else f"not in use: {reason}; {built}"

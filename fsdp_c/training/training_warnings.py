@@ -46,4 +46,12 @@ def warn_of_units_left_out(rank: int, names: list[str]) -> None:
 def _warn(rank: int, names: list[str], why: str) -> None:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    warnings.warn(f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}", stacklevel=4)
+    warnings.warn(f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}", stacklevel=_script_level())
+
+
+def _script_level() -> int:
+    """How far above the caller the script is: backwards come through modules of torch's, forwards do not."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "fsdp_c"):
+        frame, level = frame.f_back, level + 1
+    return level

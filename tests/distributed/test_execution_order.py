@@ -125,8 +125,20 @@ def test_the_first_iteration_compares_each_unit_before_its_gather(rank: int, wor
         step(model, "left", "right")
         first = list(sizes)
         step(model, "left", "right")
-    assert first == [world_size, UNIT, world_size, UNIT, UNIT, UNIT]
+    assert first == [world_size, world_size, UNIT, world_size, world_size, UNIT, UNIT, UNIT]
     assert world_size not in sizes[len(first) :]
+
+
+@on_ranks(2)
+def test_an_all_gather_that_was_replaced_and_fills_nothing_accuses_nobody(rank: int, world_size: int) -> None:
+    model = checked()
+
+    def send_nothing(output: Tensor, *args: Any, **kwargs: Any) -> None:
+        if output.is_floating_point():
+            output.zero_()
+
+    with mock.patch.object(dist, ALL_GATHER, send_nothing):
+        step(model, "left", "right")
 
 
 # ------------------------------------------------------------------ against the first iteration

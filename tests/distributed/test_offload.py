@@ -222,3 +222,23 @@ def test_flat_adamw_trains_offloaded_shards_as_torchs_fused_adamw(
         trained.append(params(model))
     for name, expected in trained[1].items():
         torch.testing.assert_close(trained[0][name], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_units_that_are_not_sharded_are_summoned_to_where_they_compute(
+    rank: int, world_size: int, use_orig_params: bool, writeback: bool
+) -> None:
+    model = build(True, "NO_SHARD", use_orig_params)
+    backward(model, 0, rank)
+    with torch.no_grad():
+        expected = model(batch(1, rank))
+        with FSDP.summon_full_params(model, writeback=writeback):
+            assert {param.device for param in model.parameters()} == {device()}
+            assert torch.equal(model(batch(1, rank)), expected)
+            for param in model.parameters():
+                param.zero_()
+        assert {param.device for param in model.parameters()} == {torch.device("cpu")}
+        written = writeback or device().type == "cpu"  # there nothing is copied
+        assert torch.equal(model(batch(1, rank)), torch.zeros_like(expected) if written else expected)

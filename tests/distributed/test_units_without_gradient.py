@@ -141,6 +141,31 @@ def test_units_in_another_backward_of_the_same_forward_are_not_named(rank: int, 
 
 
 @on_ranks(2)
+def test_a_unit_that_was_trained_in_a_step_before_is_not_named(rank: int, world_size: int) -> None:
+    """Heads of tasks that take turns."""
+    model = FSDP(Pair(), device_id=device(), use_orig_params=True)
+
+    def train_in_turns(step: int) -> None:
+        model(torch.ones(2, WIDTH))[step % 2].sum().backward()
+
+    sum(each.sum() for each in model(torch.ones(2, WIDTH))).backward()
+    assert not warned(lambda: [train_in_turns(step) for step in range(4)])
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+@on_ranks(2)
+def test_the_warning_shows_the_script_as_its_source(rank: int, world_size: int, left_out: bool) -> None:
+    model = FSDP(Pair(), device_id=device(), use_orig_params=True) if left_out else per_block(Stages())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            output = model(torch.ones(2, WIDTH))
+            (output[0] if left_out else output).sum().backward()
+    (source,) = [one.filename for one in caught if "no gradient has come to" in str(one.message)]
+    assert source == __file__ or device().type == "cuda"  # there autograd's own thread says what is cut off
+
+
+@on_ranks(2)
 def test_it_is_said_once(rank: int, world_size: int) -> None:
     model = per_block(Stages())
     assert [len(warned(lambda: train(model))) for _ in range(3)] == [1, 0, 0]

@@ -1,0 +1,106 @@
+"""torch.set_default_device(): what fsdp_c makes lies where it is meant to lie, whatever the script's own tensors do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import StateDictType
+
+from fsdp_c import FullyShardedDataParallel as FSDP
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import cli
+from fsdp_c.checkpoint.formats import open_source
+from tests.distributed.test_checkpoint import adamw, assert_same_tensors, folder_of_ranks, full_model, full_optim
+from tests.distributed.test_checkpoint_files import save_by_rank, state_of
+from tests.distributed.test_sharded_state_dict import wrap
+from tests.models import WIDTH, Net
+from tests.ranks import device, on_ranks
+
+Trained = tuple[Any, torch.optim.Optimizer]
+
+
+@contextmanager
+def meta_by_default() -> Iterator[None]:
+    """What is made on the meta device by mistake can be neither computed with nor sent nor written."""
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def plain(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return Net(2, tied=True)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(2):
+        batch = torch.full((3, WIDTH), 1.0 + step + dist.get_rank(), device=device())
+        model(batch).square().mean().backward()
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(seed: int, use_orig_params: bool) -> Trained:
+    """torch's AdamW makes its counts of steps on the default device: they are there before that is another."""
+    model = wrap(plain(seed), use_orig_params)
+    optimizer = adamw(model, groups=1)
+    train(model, optimizer)
+    return model, optimizer
+
+
+def values(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": full_model(model), "optim": full_optim(model, optimizer)["state"]}
+
+
+def load_state(into: Trained, state: dict[str, Any], kind: str) -> None:
+    model, optimizer = into
+    with FSDP.state_dict_type(model, StateDictType[f"{kind}_STATE_DICT"]):
+        model.load_state_dict(state["model"])
+        if "optim" in state:
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state["optim"]))
+
+
+def converted(path: Path) -> dict[str, Any]:
+    """What the command line makes of it in three conversions, each of the one before."""
+    for suffix in (".pt", ".dcp", ".safetensors"):
+        path, before = path.with_suffix(suffix), path
+        assert cli.main(["verify", str(before)]) == 0
+        assert cli.main(["convert", str(before), str(path)]) == 0
+    source = open_source(path)
+    return {"model": {name.removeprefix("model."): source.read(name) for name in source.entries}}
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_training_saving_and_loading_are_the_same(rank: int, world_size: int, use_orig_params: bool) -> None:
+    folder = folder_of_ranks()
+    (model, optimizer), as_usual, into = (trained(seed, use_orig_params) for seed in (0, 0, 1))
+    train(*as_usual)
+    actual = {}
+    with meta_by_default():
+        train(model, optimizer)
+        actual["trained"] = values(model, optimizer)
+        for kind in ("LOCAL", "FULL", "SHARDED"):
+            state = state_of(model, kind, None if kind == "LOCAL" else optimizer)
+            load_state(into, state, kind)
+            actual[kind] = {"model": full_model(into[0])} if kind == "LOCAL" else values(*into)
+            save_by_rank(state, folder / kind)
+        checkpoint.save(model, optimizer, folder / "saved")
+        checkpoint.load(*into, folder / "saved")
+        actual["checkpoint"] = values(*into)
+        if rank == 0:
+            for name in ("SHARDED", "saved"):
+                actual[f"{name} converted"] = converted(folder / name)
+    expected = values(*as_usual)
+    for found in actual.values():
+        assert_same_tensors({key: expected[key] for key in found}, found)
