@@ -28,6 +28,7 @@ void gradients_fini(struct gradients *gradients) {
     Py_CLEAR(gradients->unsharded);
     Py_CLEAR(gradients->shard_sizes);
     Py_CLEAR(gradients->hooks_seen);
+    Py_CLEAR(gradients->hidden_hooks);
     Py_CLEAR(gradients->comm_hook.function);
     Py_CLEAR(gradients->comm_hook.state);
     collective_group_fini(&gradients->comm_hook.group);
@@ -39,6 +40,7 @@ int gradients_visit(const struct gradients *gradients, visitproc visit, void *ar
     Py_VISIT(gradients->comm_hook.function);
     Py_VISIT(gradients->comm_hook.state);
     Py_VISIT(gradients->pending);
+    Py_VISIT(gradients->hidden_hooks);
     return 0;
 }
 
@@ -143,6 +145,36 @@ int gradients_receive(struct gradients *gradients, PyObject *args) {
         return -1;
     ref_set(&gradients->pending, Py_NewRef(args));
     return 0;
+}
+
+/* `pending` and `sum` are another backward's, if they are there. */
+static PyObject *pack_alone(struct gradients *gradients, PyObject *args) {
+    PyObject *pending = gradients->pending, *sum = gradients->sum;
+    gradients->pending = Py_NewRef(args);
+    gradients->sum = NULL;
+    PyObject *total = gradients_take_received(gradients);
+    ref_set(&gradients->pending, pending);
+    gradients->sum = sum;
+    return total;
+}
+
+PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
+    const struct flat_param *param = gradients->param;
+    if (param->sharded) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "rank %lld, unit %S: torch.autograd.grad() cannot return the gradient of its flat parameter, "
+            "of which each of %lld ranks holds a part: call backward(), or backward(inputs=...), and read .grad. "
+            "Schedules that take the gradients of inputs and weights apart need FSDP units with a group of one rank",
+            (long long)param->layout.rank, param->name, (long long)param->shard_group.world_size);
+        return NULL;
+    }
+    if (!has_gradient(args, param->num_params))
+        return Py_NewRef(Py_None);
+    PyObject *total = pack_alone(gradients, args);
+    PyObject *grad = total ? torch_part(total, 0, param->layout.shard_numel) : NULL;
+    Py_XDECREF(total);
+    return grad;
 }
 
 int gradients_receive_nothing(struct gradients *gradients) {

@@ -53,6 +53,8 @@ struct gradients {
     struct comm_hook comm_hook;
     bool has_param_hooks; /* hooks were found on the flat parameter when it was looked at last, */
     PyObject *hooks_seen; /* owned; which was after torch's hook of this number */
+    PyObject *
+        hidden_hooks; /* owned; (_backward_hooks, _post_accumulate_grad_hooks) while autograd is not to find them, or NULL */
 
     /* from lazy init on */
     struct pack_source *sources; /* owned scratch: one per parameter, offsets and strides filled once */
@@ -77,7 +79,9 @@ void gradients_check(const struct gradients *gradients); /* the invariant, where
 
 bool gradients_have_new(const struct gradients *gradients);
 int gradients_receive(struct gradients *gradients,
-                      PyObject *args);                      /* one contribution: the arguments of the node's backward */
+                      PyObject *args); /* one contribution: the arguments of the node's backward */
+/* A contribution as it is, for autograd itself: new tensor, None where there is no gradient, or NULL. */
+PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args);
 int gradients_receive_nothing(struct gradients *gradients); /* where nothing is to be packed yet: zeros. 0 or -1 */
 int gradients_pack(
     struct gradients *gradients); /* what was received, and what no_sync left, becomes the reduction's input */
@@ -115,7 +119,10 @@ int gradients_check_hookless(
     const struct gradients *gradients); /* 0, or -1 with RuntimeError: there is one, or it is too late */
 void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
 
-/* param_hooks.c, see [Note: hooks of the flat parameter]. Call them with what was received since they were called last. They may leave
+/* param_hooks.c, see [Note: hooks of the flat parameter]. Autograd finds none of them; it does again. 0 or -1 */
+int gradients_hide_param_hooks(struct gradients *gradients);
+int gradients_show_param_hooks(struct gradients *gradients);
+/* Call them with what was received since they were called last. They may leave
  * no gradient. A no-op without hooks. 0 or -1. */
 int gradients_call_param_hooks(struct gradients *gradients);
 

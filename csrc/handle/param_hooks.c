@@ -1,7 +1,7 @@
 /* Hooks of the user's on the flat parameter: Tensor.register_hook and register_post_accumulate_grad_hook.
  *
- * [Note: hooks of the flat parameter] The flat parameter is no leaf of the graph, so autograd never meets them: they are called
- * here, between the last contribution to a unit's gradient and its reduction, as autograd would call them. The parameter shows
+ * [Note: hooks of the flat parameter] No gradient goes along the graph's edges to the flat parameter: autograd would call them with
+ * nothing, so they are hidden from it from the unit's node to the end of the backward, and called here, between the last contribution to a unit's gradient and its reduction, as autograd would call them. The parameter shows
  * its unsharded data in the compute dtype, the gradient is that of this rank's batch, without the right padding, and `.grad`
  * what earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one `.grad`; what stands there in
  * the end is what is reduced. With low-precision parameters every forward has its own turn, see [Note: order of addition]. */
@@ -11,11 +11,20 @@
 
 #include <string.h>
 
+/* ---- where they are ---- */
+
+/* The dict of hooks, or None. New reference. */
+static PyObject *hooks_of(const struct gradients *gradients, PyObject *attribute) {
+    if (!gradients->hidden_hooks)
+        return PyObject_GetAttr(gradients->param->tensor, attribute);
+    return Py_NewRef(PyTuple_GetItem(gradients->hidden_hooks, attribute != torch_names._backward_hooks));
+}
+
 /* ---- calling ---- */
 
 /* The functions in a dict of hooks, which may change while they are called; an empty list where there are none. New reference. */
 static PyObject *functions_of(const struct gradients *gradients, PyObject *attribute) {
-    PyObject *hooks = PyObject_GetAttr(gradients->param->tensor, attribute);
+    PyObject *hooks = hooks_of(gradients, attribute);
     PyObject *functions = NULL;
     if (hooks)
         functions = hooks == Py_None ? PyList_New(0) : PyMapping_Values(hooks);
@@ -210,7 +219,7 @@ static int call_hooks_unsharded(struct gradients *gradients, PyObject *total) {
 }
 
 static int has_any(const struct gradients *gradients, PyObject *attribute) {
-    PyObject *hooks = PyObject_GetAttr(gradients->param->tensor, attribute);
+    PyObject *hooks = hooks_of(gradients, attribute);
     int result = !hooks ? -1 : hooks == Py_None ? 0 : PyObject_IsTrue(hooks);
     Py_XDECREF(hooks);
     return result;
@@ -228,6 +237,47 @@ static int has_hooks(struct gradients *gradients) {
         return registered;
     int result = look_for_hooks(gradients);
     gradients->has_param_hooks = result != 0;
+    return result;
+}
+
+/* In the place of a dict of hooks stands an empty one: without any, autograd would go on with the one before. */
+static int set_hooks(const struct gradients *gradients, PyObject *attribute, PyObject *hooks, bool hidden) {
+    if (hooks == Py_None)
+        return 0;
+    PyObject *shown = hidden ? PyObject_CallNoArgs((PyObject *)Py_TYPE(hooks)) : Py_NewRef(hooks);
+    int result = shown ? PyObject_SetAttr(gradients->param->tensor, attribute, shown) : -1;
+    Py_XDECREF(shown);
+    return result;
+}
+
+static int set_all_hooks(const struct gradients *gradients, PyObject *both, bool hidden) {
+    if (set_hooks(gradients, torch_names._backward_hooks, PyTuple_GetItem(both, 0), hidden) < 0)
+        return -1;
+    return set_hooks(gradients, torch_names._post_accumulate_grad_hooks, PyTuple_GetItem(both, 1), hidden);
+}
+
+static int hide(struct gradients *gradients) {
+    PyObject *on_gradient = hooks_of(gradients, torch_names._backward_hooks);
+    PyObject *on_accumulated = hooks_of(gradients, torch_names._post_accumulate_grad_hooks);
+    if (on_gradient && on_accumulated)
+        gradients->hidden_hooks = PyTuple_Pack(2, on_gradient, on_accumulated);
+    Py_XDECREF(on_gradient);
+    Py_XDECREF(on_accumulated);
+    return gradients->hidden_hooks ? set_all_hooks(gradients, gradients->hidden_hooks, true) : -1;
+}
+
+int gradients_hide_param_hooks(struct gradients *gradients) {
+    int any = gradients->param->use_orig_params || gradients->hidden_hooks ? 0 : has_hooks(gradients);
+    return any > 0 ? hide(gradients) : any;
+}
+
+int gradients_show_param_hooks(struct gradients *gradients) {
+    PyObject *hidden = gradients->hidden_hooks;
+    if (!hidden)
+        return 0;
+    gradients->hidden_hooks = NULL;
+    int result = set_all_hooks(gradients, hidden, false);
+    Py_DECREF(hidden);
     return result;
 }
 

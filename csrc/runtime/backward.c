@@ -71,6 +71,8 @@ static bool has_new(struct unit *unit) {
 
 /* Whether gradients have come to a segment on this rank is not asked: they may have on another one. */
 static int reduce_if_trained(struct unit *part) {
+    if (part->runtime->reach == REACH_NAMED)
+        return part->named ? runtime_reduce_part(part) : 0;
     int trains = flat_param_is_trainable(&part->handle->param);
     if (trains <= 0 && !gradients_have_new(&part->handle->gradients))
         return trains;
@@ -122,6 +124,25 @@ static int post_backward_of_optional(struct unit *unit) {
     return unit->sync_gradients ? unit->runtime->operations->post_backward_reshard(unit) : keep_unsharded(unit);
 }
 
+/* Does no other rank have a part in the gradient, or is somebody there who looks for it? */
+static bool is_shown_at_once(const struct unit *unit) {
+    const struct flat_param *param = &unit->handle->param;
+    bool alone = param->shard_group.world_size == 1 && !param->replicate_group.group;
+    return !param->use_orig_params && !param->sharded && !unit->handle->storage.offload &&
+           (alone || unit->runtime->ddp);
+}
+
+/* Hooks on the flat parameter's accumulation node, which is next, find the gradient: DistributedDataParallel sends it. */
+static int hand_over_at_once(struct unit *unit) {
+    struct runtime *runtime = unit->runtime;
+    if (runtime_finish_reduction(runtime) < 0 || schedule_wait_reduced(&runtime->schedule) < 0)
+        return -1;
+    FOR_PARTS(part, unit)
+        if (is_shown_at_once(part) && gradients_hand_over(&part->handle->gradients) < 0)
+            return -1;
+    return 0;
+}
+
 static int end_gradients(struct unit *part) {
     struct gradients *gradients = &part->handle->gradients;
     return gradients_prepare(gradients) < 0 ? -1 : gradients_call_param_hooks(gradients);
@@ -137,7 +158,9 @@ static int post_backward(struct unit *unit) {
         return post_backward_of_optional(unit);
     if (!has_new(unit))
         return post_backward_without_gradient(unit);
-    return unit->sync_gradients ? reduce(unit) : keep_unsharded(unit);
+    if ((unit->sync_gradients ? reduce(unit) : keep_unsharded(unit)) < 0)
+        return -1;
+    return is_shown_at_once(unit) ? hand_over_at_once(unit) : 0;
 }
 
 /* The rest comes later in this backward, which reads the parameters until then. */

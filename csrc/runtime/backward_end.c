@@ -35,13 +35,20 @@ int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime->graph_task == -2)
         return -1;
     runtime->callback_queued = true;
+    runtime->reach = REACH_UNKNOWN;
     runtime->graph_goes_on = runtime->num_in_forward && torch_grad_enabled();
     return 0;
+}
+
+void runtime_set_reach(struct runtime *runtime, enum backward_reach reach) {
+    runtime->reach = reach;
 }
 
 static int finalise_handle(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (handle->gradients.in_backward && gradients_hand_over(&handle->gradients) < 0)
+        return -1;
+    if (gradients_show_param_hooks(&handle->gradients) < 0)
         return -1;
     return handle_set_training_state(handle, USE_IDLE);
 }
@@ -66,8 +73,20 @@ static bool offloads(const struct runtime *runtime) {
     return false;
 }
 
+/* The backward was to named leaves, among which no anchor is: see [Note: flat parameters in the graph]. */
+static int end_named(struct runtime *runtime) {
+    for (int64_t i = runtime->num_units - 1; i >= 0 && runtime->reach == REACH_NAMED; i--) {
+        PyObject *hook = runtime->units[i]->anchor_hook;
+        PyObject *done = hook ? PyObject_CallNoArgs(hook) : Py_NewRef(Py_None);
+        Py_XDECREF(done);
+        if (!done)
+            return -1;
+    }
+    return 0;
+}
+
 static int finalise_units(struct runtime *runtime) {
-    if (runtime_finish_reduction(runtime) < 0 || runtime_reduce_all_optional(runtime) < 0)
+    if (end_named(runtime) < 0 || runtime_finish_reduction(runtime) < 0 || runtime_reduce_all_optional(runtime) < 0)
         return -1;
     for (int64_t i = 0; i < runtime->num_units && !runtime->num_in_forward; i++)
         if (reduce_left_over(runtime, runtime->units[i]) < 0)

@@ -7,17 +7,10 @@
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
-static int will_come(PyObject *node) {
-    PyObject *answer = PyObject_CallFunctionObjArgs(torch_names.will_execute, node, NULL);
-    int result = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    return result;
-}
-
 int unit_begin_backward(struct unit *unit) {
     unit->graph_task = unit->recomputed ? torch_graph_task() : unit->runtime->graph_task;
     unit->nested = false;
-    int comes = unit->may_nest && unit->anchor_node ? will_come(unit->anchor_node) : 1;
+    int comes = unit->may_nest && unit->anchor_node ? torch_will_execute(unit->anchor_node) : 1;
     unit->anchor_comes = comes;
     return unit->graph_task == -2 || comes < 0 ? -1 : 0;
 }

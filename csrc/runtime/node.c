@@ -82,11 +82,11 @@ static PyObject *views_in_node(struct unit *unit) {
     return views;
 }
 
-/* forward(context, anchor, token) -> the views of the unit's parts. The frozen ones among them get no gradient. */
+/* forward(context, anchor, token, flat parameters) -> the views of the unit's parts. The frozen ones among them get no gradient. */
 static PyObject *node_forward(PyObject *self, PyObject *args) {
-    PyObject *context, *anchor, *token, *frozen;
+    PyObject *context = PyTuple_GetItem(args, 0), *token = PyTuple_GetItem(args, 2), *frozen;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOO", &context, &anchor, &token))
+    if (!context || !token)
         return NULL;
     struct unit *unit = hook_target(token);
     if (PyObject_SetAttr(context, torch_names.unit, token) < 0)
@@ -123,22 +123,46 @@ static int refuse_double_backward(struct unit *unit, PyObject *args) {
 /* `args`: anything, then the gradients of the part's views. */
 static int receive(struct unit *part, PyObject *args, bool *again) {
     const struct flat_param *param = &part->handle->param;
+    struct gradients *gradients = &part->handle->gradients;
     int trains = param->use_orig_params ? 1 : torch_requires_grad(param->tensor);
     if (trains <= 0)
         return trains; /* frozen since the forward */
-    *again = *again || gradients_have_new(&part->handle->gradients);
-    return watch_unit(part, args) < 0 ? -1 : gradients_receive(&part->handle->gradients, args);
+    *again = *again || gradients_have_new(gradients);
+    if (watch_unit(part, args) < 0 || gradients_hide_param_hooks(gradients) < 0)
+        return -1;
+    return gradients_receive(gradients, args);
+}
+
+/* What one run of the node has brought, and what it answers autograd with. */
+struct arrival {
+    PyObject *context, *args; /* borrowed */
+    PyObject *answer;         /* owned; tuple: for the anchor, the token and each part's flat parameter */
+    bool everywhere;          /* the backward comes to all leaves of its graph */
+    bool again;               /* a part had gradients already */
+};
+
+/* The gradients of one part go where the backward takes them. */
+static int arrive(struct unit *part, PyObject *own, struct arrival *arrival, Py_ssize_t index) {
+    if (arrival->everywhere)
+        return receive(part, own, &arrival->again);
+    int use = unit_edge_use(arrival->context, index);
+    if (use == EDGE_ACCUMULATES)
+        return unit_receives_named(part) < 0 ? -1 : receive(part, own, &arrival->again);
+    if (use != EDGE_CAPTURED)
+        return use; /* unused, or an exception */
+    PyObject *grad = gradients_flat_of(&part->handle->gradients, own);
+    return grad ? PyTuple_SetItem(arrival->answer, 2 + index, grad) : -1;
 }
 
 /* Each part that was in the node has its own. */
-static int receive_parts(struct unit *unit, PyObject *args, const char *is_in, bool *again) {
-    Py_ssize_t begin = 0;
-    FOR_PARTS(part, unit) {
-        if (!*is_in++)
+static int arrive_parts(struct unit *unit, const char *is_in, struct arrival *arrival) {
+    Py_ssize_t begin = 0, index = 0;
+    for (struct unit *part = unit; part; part = part->next_segment, index++) {
+        if (!is_in[index])
             continue;
         Py_ssize_t count = (Py_ssize_t)part->handle->param.num_params;
-        PyObject *own = PyTuple_GetSlice(args, begin, begin + 1 + count);
-        int result = own ? receive(part, own, again) : -1;
+        PyObject *own = PyTuple_GetSlice(arrival->args, begin, begin + 1 + count);
+        int result = own ? arrive(part, own, arrival, index) : -1;
         Py_XDECREF(own);
         if (result < 0)
             return -1;
@@ -147,19 +171,45 @@ static int receive_parts(struct unit *unit, PyObject *args, const char *is_in, b
     return 0;
 }
 
-static int receive_all(struct unit *unit, PyObject *args, bool *again) {
+static int arrive_all(struct unit *unit, struct arrival *arrival) {
     if (!unit->next_segment)
-        return receive(unit, args, again);
-    PyObject *kept = PyObject_GetAttr(PyTuple_GetItem(args, 0), torch_names.parts);
-    int result = kept ? receive_parts(unit, args, PyBytes_AsString(kept), again) : -1;
+        return arrive(unit, arrival->args, arrival, 0);
+    PyObject *kept = PyObject_GetAttr(arrival->context, torch_names.parts);
+    int result = kept ? arrive_parts(unit, PyBytes_AsString(kept), arrival) : -1;
     Py_XDECREF(kept);
     return result;
 }
 
-/* backward(context, *gradients) -> (None, None) */
+/* Nothing for anybody. New reference. */
+static PyObject *empty_answer(struct unit *unit) {
+    Py_ssize_t count = 2;
+    FOR_PARTS(part, unit)
+        count++;
+    PyObject *answer = PyTuple_New(count);
+    for (Py_ssize_t i = 0; answer && i < count; i++)
+        PyTuple_SetItem(answer, i, Py_NewRef(Py_None));
+    return answer;
+}
+
+static int take(struct unit *unit, struct arrival *arrival) {
+    if (refuse_double_backward(unit, arrival->args) < 0)
+        return -1;
+    /* under the stream that made the gradients, after which the anchor's hook comes */
+    if (stream_follow(&unit->runtime->schedule.streams) < 0)
+        return -1;
+    int everywhere = unit_reaches_anchor(unit);
+    arrival->everywhere = everywhere;
+    if (everywhere < 0 || !(arrival->answer = empty_answer(unit)) || arrive_all(unit, arrival) < 0)
+        return -1;
+    /* the earlier ones were added up here, and may have been made under another stream */
+    return arrival->again ? stream_give_back(&unit->runtime->schedule.streams) : 0;
+}
+
+/* backward(context, *gradients) -> (None, None, a flat gradient or None for each part) */
 static PyObject *node_backward(PyObject *self, PyObject *args) {
+    struct arrival arrival = {.context = PyTuple_GetItem(args, 0), .args = args};
     (void)self;
-    PyObject *token = PyObject_GetAttr(PyTuple_GetItem(args, 0), torch_names.unit);
+    PyObject *token = PyObject_GetAttr(arrival.context, torch_names.unit);
     if (!token)
         return NULL;
     struct unit *unit = hook_target(token);
@@ -169,15 +219,9 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
                                             "until its backward has run");
         return NULL;
     }
-    int result = refuse_double_backward(unit, args);
-    if (!result) /* under the stream that made the gradients, after which the anchor's hook comes */
-        result = stream_follow(&unit->runtime->schedule.streams);
-    bool again = false;
-    if (!result)
-        result = receive_all(unit, args, &again);
-    if (!result && again) /* the earlier ones were added up here, and may have been made under another stream */
-        result = stream_give_back(&unit->runtime->schedule.streams);
-    return result < 0 ? NULL : PyTuple_Pack(2, Py_None, Py_None);
+    if (take(unit, &arrival) < 0)
+        Py_CLEAR(arrival.answer);
+    return arrival.answer;
 }
 
 static PyMethodDef forward_def = {"forward", node_forward, METH_VARARGS, NULL};
@@ -325,6 +369,35 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
     return -1;
 }
 
+/* In low precision the flat parameter changes its dtype for the forward and back, with which it loses its accumulation node. */
+static bool has_edges(struct unit *unit) {
+    FOR_PARTS(part, unit)
+        if (part->handle->param.use_orig_params || part->handle->storage.copy->low_precision)
+            return false;
+    return true;
+}
+
+/* Its outputs are the views. New reference or NULL. */
+static PyObject *apply_node(struct unit *unit) {
+    bool edges = has_edges(unit);
+    if (!unit->next_segment)
+        return PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook,
+                                            edges ? unit->handle->param.tensor : NULL, NULL);
+    PyObject *args = PyList_New(0), *tuple = NULL;
+    int result = args ? PyList_Append(args, unit->anchor) : -1;
+    if (!result)
+        result = PyList_Append(args, unit->anchor_hook);
+    FOR_PARTS(part, unit)
+        if (!result && edges)
+            result = PyList_Append(args, part->handle->param.tensor);
+    if (!result)
+        tuple = PyList_AsTuple(args);
+    PyObject *views = tuple ? PyObject_CallObject(apply, tuple) : NULL;
+    Py_XDECREF(args);
+    Py_XDECREF(tuple);
+    return views;
+}
+
 int unit_attach_views(struct unit *unit) {
     /* history is recorded under no_grad as well: code inside the module may turn it on again (C-071) */
     bool enabled = torch_grad_enabled();
@@ -336,7 +409,7 @@ int unit_attach_views(struct unit *unit) {
         torch_set_grad_enabled(true);
     /* the token does not own the unit: the views hold the node, out of the collector's sight, and the unit the views */
     if (forget_hooks(unit) == 0 && (unit->anchor || make_anchor(unit) == 0))
-        views = PyObject_CallFunctionObjArgs(apply, unit->anchor, unit->anchor_hook, NULL);
+        views = apply_node(unit);
     if (!enabled)
         torch_set_grad_enabled(false);
     unit->views_attached = true;

@@ -20,6 +20,7 @@ static void note_result(struct first_error *first, int result) {
 static void reset_handle(struct unit *unit, struct first_error *first) {
     struct handle *handle = unit->handle;
     note_result(first, gradients_show_again(&handle->gradients));
+    note_result(first, gradients_show_param_hooks(&handle->gradients));
     if (handle->gradients.in_backward)
         gradients_drop(&handle->gradients);
     note_result(first, handle_set_training_state(handle, USE_IDLE));

@@ -93,7 +93,7 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 
 int runtime_root_pre_forward(struct runtime *runtime) {
     runtime->trains = torch_grad_enabled();
-    if (runtime_tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
+    if (runtime_note_ddp(runtime) < 0 || runtime_tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
         runtime_give_back_stale(runtime) < 0)
         return -1;
     if (schedule_begin_step(&runtime->schedule) < 0 || runtime_reserve(runtime) < 0)

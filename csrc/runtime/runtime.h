@@ -23,6 +23,9 @@
 
 struct operations;
 
+/* Where the backward goes that the callback was queued in. */
+enum backward_reach { REACH_UNKNOWN, REACH_ALL, REACH_NAMED };
+
 struct runtime {
     PyObject *object;       /* borrowed */
     PyObject *unit_objects; /* owned; tuple */
@@ -37,6 +40,8 @@ struct runtime {
     int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it, */
     bool graph_goes_on;     /* and of that autograd makes a graph, which the step's backward goes through */
     int64_t graph_task;     /* autograd's number of the backward that the callback was queued in */
+    const void *ddp; /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
+    enum backward_reach reach; /* see [Note: flat parameters in the graph] in edges.c */
     bool any_cut_off, any_left_out, told_of_no_gradient;
     bool trains;                  /* the root's last forward began with gradients enabled */
     const void *final_hook;       /* what was queued last: compared, never followed */
@@ -76,6 +81,7 @@ int runtime_check_kept(struct runtime *runtime); /* a forward begins: is what th
 /* backward_end.c. 0 or -1 */
 int runtime_queue_final_callback(struct runtime *runtime);
 int runtime_final_callback(struct runtime *runtime);
+void runtime_set_reach(struct runtime *runtime, enum backward_reach reach);
 
 /* reduction.c. 0 or -1 */
 int runtime_pack(struct runtime *runtime, struct unit *unit);
@@ -95,6 +101,7 @@ int runtime_await_failed_backward(const struct runtime *runtime); /* before some
 void runtime_have_script_wait(
     struct runtime *runtime); /* amid a backward that hides gradients: before the script goes on */
 
+int runtime_note_ddp(struct runtime *runtime);      /* ddp.c: the root's forward begins. 0 or -1 */
 void runtime_detach_views(struct runtime *runtime); /* views.c: the root has gone */
 void runtime_check(const struct runtime *runtime);  /* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */
 

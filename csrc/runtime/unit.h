@@ -75,6 +75,7 @@ struct unit {
     int64_t graph_task; /* autograd's number of the backward that it is in */
     bool recomputed;    /* its last forward ran within that */
     bool may_nest, nested, anchor_comes;
+    bool named;                     /* of a part: by backward(inputs=...), in which its node has run */
     bool cut_off, left_out;         /* see [Note: units without a gradient] in cut_off.c */
     bool had_gradient;              /* one has come to its outputs in some backward */
     bool evaluating;                /* with full_precision_in_eval: the wrapped module is in eval mode */
@@ -212,6 +213,13 @@ int unit_awaits_gradients(
 
 int unit_pre_backward(struct unit *unit);
 int unit_post_backward(struct unit *unit);
+
+/* edges.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
+enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
+int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
+int unit_edge_use(PyObject *context,
+                  Py_ssize_t index);        /* that to the flat parameter of the part with this index; or -1 */
+int unit_receives_named(struct unit *unit); /* a part does, and the anchor's hook will not come. 0 or -1 */
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */
 int unit_attach_views(struct unit *unit);

@@ -85,6 +85,13 @@ static int find_engine(void) {
     return result;
 }
 
+static int find_data_parallel(void) {
+    PyObject *module = PyImport_ImportModule("torch.nn.parallel");
+    int result = module ? find(module, "DistributedDataParallel", &torch_names.data_parallel) : -1;
+    Py_XDECREF(module);
+    return result;
+}
+
 static int find_removable_handle(void) {
     PyObject *module = PyImport_ImportModule("torch.utils.hooks");
     int result = module ? find(module, "RemovableHandle", &torch_names.removable_handle) : -1;
@@ -111,6 +118,8 @@ int torch_names_init(void) {
     if (find_inference_mode(torch) < 0)
         goto done;
     if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0 || find_engine() < 0)
+        goto done;
+    if (find_data_parallel() < 0)
         goto done;
     result = find_removable_handle() < 0 ? -1 : find_queue_callback();
 done:
@@ -205,6 +214,17 @@ int64_t torch_graph_task(void) {
     PyObject *id = PyObject_CallNoArgs(torch_names.graph_task_id);
     int64_t result = id ? PyLong_AsLongLong(id) : -2;
     Py_XDECREF(id);
+    return result;
+}
+
+PyObject *torch_active_ddp(void) {
+    return PyObject_GetAttr(torch_names.data_parallel, torch_names._active_ddp_module);
+}
+
+int torch_will_execute(PyObject *node) {
+    PyObject *answer = PyObject_CallFunctionObjArgs(torch_names.will_execute, node, NULL);
+    int result = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
     return result;
 }
 

@@ -32,6 +32,8 @@
     X(detach)                                                                                                          \
     X(_version)                                                                                                        \
     X(_compiled_call_impl)                                                                                             \
+    X(_active_ddp_module)                                                                                              \
+    X(_module_parameters)                                                                                              \
     X(training)
 
 struct torch_names {
@@ -49,6 +51,7 @@ struct torch_names {
     PyObject *queue_callback;                                   /* of the autograd engine */
     PyObject *graph_task_id;                                    /* which backward runs in this thread */
     PyObject *will_execute;                                     /* will it come to a node? */
+    PyObject *data_parallel;                                    /* torch's DistributedDataParallel */
     PyObject *removable_handle;                                 /* torch.utils.hooks.RemovableHandle */
 };
 
@@ -69,6 +72,8 @@ int torch_set_grad(PyObject *tensor, PyObject *grad);         /* tensor.grad = g
 int torch_set_foreign_grad(PyObject *tensor, PyObject *grad); /* of any shape and dtype */
 PyObject *torch_get_grad(PyObject *tensor);                   /* new reference, Py_None when absent */
 int64_t torch_graph_task(void);            /* of the backward that runs in this thread; -1: none. -2 */
+PyObject *torch_active_ddp(void);          /* new reference to the DistributedDataParallel amid its forward, or None */
+int torch_will_execute(PyObject *node);    /* in that backward? 1, 0 or -1 */
 int torch_requires_grad(PyObject *tensor); /* 1, 0, or -1 */
 int64_t torch_version(PyObject *tensor);   /* counts what was written in place, but not through `.data`; or -1 */
 bool torch_is_tensor(PyObject *object);

@@ -1,0 +1,51 @@
+/* [Note: flat parameters in the graph]
+ * Without use_orig_params, and not in low precision, a unit's node has an edge to each of its flat parameters, by which backward(inputs=...),
+ * torch.autograd.grad() and whoever walks over graphs find it. In a backward to all leaves nothing goes along them: what is received is
+ * reduced at the anchor. A backward to named leaves comes to no anchor:
+ *   backward(inputs=...)   what has come for the parts that are named is reduced when the backward ends.
+ *   autograd.grad(...)     is handed the gradient itself, of this rank's batch. A shard cannot have it: that is refused. */
+#include "runtime/runtime.h"
+#include "torch/names.h"
+
+/* Nobody asks for more than the first node of a backward that has its callback: the others are in the same one. */
+int unit_reaches_anchor(struct unit *unit) {
+    struct runtime *runtime = unit->runtime;
+    if (unit->handle->param.use_orig_params || (runtime->callback_queued && runtime->reach == REACH_ALL))
+        return 1;
+    int reaches = torch_will_execute(unit->anchor_node);
+    if (reaches > 0 && runtime->callback_queued)
+        runtime_set_reach(runtime, REACH_ALL);
+    return reaches;
+}
+
+/* New reference to the accumulation node of the part with this index, None where it was frozen in the forward, or NULL. */
+static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
+    PyObject *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
+    PyObject *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
+    PyObject *node = edge ? PySequence_GetItem(edge, 0) : NULL;
+    Py_XDECREF(edges);
+    Py_XDECREF(edge);
+    return node;
+}
+
+int unit_edge_use(PyObject *context, Py_ssize_t index) {
+    PyObject *node = flat_param_node(context, index);
+    if (!node)
+        return -1;
+    int executes = node == Py_None ? 0 : torch_will_execute(node);
+    Py_DECREF(node);
+    if (executes >= 0)
+        return executes ? EDGE_ACCUMULATES : EDGE_UNUSED;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) /* by which it tells of a leaf that autograd.grad() asks for */
+        return -1;
+    PyErr_Clear();
+    return EDGE_CAPTURED;
+}
+
+int unit_receives_named(struct unit *unit) {
+    if (runtime_queue_final_callback(unit->runtime) < 0)
+        return -1;
+    runtime_set_reach(unit->runtime, REACH_NAMED);
+    unit->named = true;
+    return 0;
+}

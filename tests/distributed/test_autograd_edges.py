@@ -1,0 +1,247 @@
+"""Flat parameters are leaves of the graph, where backward(inputs=...), autograd.grad and data parallelism find them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_c import FullyShardedDataParallel
+from tests.ranks import device, on_ranks
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "reduce_bf16": {"mixed_precision": MixedPrecision(reduce_dtype=torch.bfloat16)},
+}
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    return layers.to(device())
+
+
+def wrapped(alone: bool = False, units: bool = True, **options: Any) -> FullyShardedDataParallel:
+    """Of one unit for each layer; ``alone``: each rank has a group of its own."""
+    if alone:
+        options["process_group"] = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    policy = ModuleWrapPolicy({nn.Linear}) if units else None
+    return FullyShardedDataParallel(plain(), device_id=device(), auto_wrap_policy=policy, **options)
+
+
+def inputs_of(rank: int, step: int = 0) -> Tensor:
+    return torch.arange(24.0, device=device()).view(4, 6).add(7 * rank + 3 * step).sin()
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0, forwards: int = 1) -> Tensor:
+    losses = [model(inputs_of(rank, step + 10 * index)).float().square().mean() for index in range(forwards)]
+    return torch.stack(losses).sum()
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def flat(model: nn.Module) -> Tensor:
+    """The gradients of a plain model, one after the other."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
+    assert len(ours) == len(theirs) and ours
+    for one, two in zip(ours, theirs, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None and two is not None:
+            torch.testing.assert_close(one, two, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(
+    rank: int, world_size: int, name: str
+) -> None:
+    named, usual = wrapped(**OPTIONS[name]), wrapped(**OPTIONS[name])
+    for step, (sync, forwards, retain) in enumerate([(True, 1, False), (False, 2, False), (True, 1, True)]):
+        for model in (named, usual):
+            with nullcontext() if sync else model.no_sync():
+                loss = loss_of(model, rank, step, forwards)
+                inputs = {"inputs": list(model.parameters())} if model is named else {}
+                for _ in range(1 + retain):
+                    loss.backward(retain_graph=retain, **inputs)
+        assert_same(gradients(named), gradients(usual))
+    assert all(grad is not None for grad in gradients(named))
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+@on_ranks(2)
+def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(
+    rank: int, world_size: int, name: str
+) -> None:
+    model, usual = wrapped(**OPTIONS[name]), wrapped(**OPTIONS[name])
+    for each in (model, usual):
+        loss_of(each, rank).backward()
+    before = gradients(model)
+    loss_of(model, rank, 1).backward(inputs=[list(model.parameters())[1]])
+    loss_of(usual, rank, 1).backward()
+    after = gradients(model)
+    assert_same([after[0], after[2]], [before[0], before[2]])
+    assert_same([after[1]], [gradients(usual)[1]])
+    for each in (model, usual):  # and the next step is in order
+        each.zero_grad()
+        loss_of(each, rank, 2).backward()
+    assert_same(gradients(model), gradients(usual))
+
+
+@on_ranks(2)
+def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int, world_size: int) -> None:
+    def build() -> FullyShardedDataParallel:
+        torch.manual_seed(0)
+        halves = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, dtype=torch.float64)])
+        return FullyShardedDataParallel(Both(halves).to(device()), device_id=device())
+
+    class Both(nn.Module):
+        def __init__(self, halves: nn.ModuleList) -> None:
+            super().__init__()
+            self.halves = halves
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.halves[1](self.halves[0](x).double())
+
+    model, usual = build(), build()
+    assert len(list(model.parameters())) == 2
+    loss_of(usual, rank).backward()
+    for index in range(2):
+        loss_of(model, rank).backward(inputs=[list(model.parameters())[index]])
+        expected = [grad if place <= index else None for place, grad in enumerate(gradients(usual))]
+        assert_same(gradients(model), expected)
+
+
+@pytest.mark.parametrize("orig_hooks", [False, True])
+@on_ranks(2)
+def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
+    rank: int, world_size: int, orig_hooks: bool
+) -> None:
+    model, expected = wrapped(alone=True), plain()
+    if orig_hooks:  # as autograd calls them
+        for param in model.parameters():
+            param.register_hook(lambda grad: grad * 2)
+    loss_of(expected, rank).backward()
+    grads = torch.autograd.grad(loss_of(model, rank), list(model.parameters()))
+    torch.testing.assert_close(torch.cat(grads), flat(expected) * (1 + orig_hooks), rtol=0.0, atol=0.0)
+    assert gradients(model) == [None] * 3
+    loss_of(model, rank).backward()
+    torch.testing.assert_close(
+        torch.cat([g for g in gradients(model) if g is not None]), flat(expected) * (1 + orig_hooks), rtol=0.0, atol=0.0
+    )
+
+
+@on_ranks(2)
+def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: int) -> None:
+    """parity 47"""
+    model, usual = wrapped(), wrapped()
+    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit .*: torch.autograd.grad\(\) cannot .*backward\("):
+        torch.autograd.grad(loss_of(model, rank), list(model.parameters()))
+    for each in (model, usual):
+        loss_of(each, rank).backward()
+    assert_same(gradients(model), gradients(usual))
+
+
+@on_ranks(2)
+def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int, world_size: int) -> None:
+    """As zero-bubble schedules of torch.distributed.pipelining have them, for two microbatches."""
+    backward = pytest.importorskip("torch.distributed.pipelining._backward")
+    model, expected = wrapped(alone=True, units=False), plain()
+    for step in range(2):
+        found = []
+        for each in (model, expected):
+            x = inputs_of(rank, step).requires_grad_()
+            output = each(x)
+            grad = output.detach().cos()
+            of_inputs, groups = backward.stage_backward_input([output], [grad], [x], each.parameters())
+            backward.stage_backward_weight(each.parameters(), groups)
+            found.append(of_inputs[0])
+        torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0)
+        grads = [grad for grad in gradients(model) if grad is not None]
+        torch.testing.assert_close(torch.cat(grads), flat(expected), rtol=1e-6, atol=1e-7)
+
+
+# ------------------------------------------------------------ DistributedDataParallel
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("kind", ["alone", "NO_SHARD"])
+@on_ranks(2)
+def test_data_parallelism_around_units_averages_as_around_the_plain_module(
+    rank: int, world_size: int, kind: str, bucket_view: bool
+) -> None:
+    model = wrapped(alone=True) if kind == "alone" else wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
+    expected = plain()
+    pair = [DistributedDataParallel(each, gradient_as_bucket_view=bucket_view) for each in (model, expected)]
+    for step, (sync, clear) in enumerate([(True, False), (False, False), (True, True), (True, True)]):
+        for each in pair:
+            with nullcontext() if sync else each.no_sync():
+                loss_of(each, rank, step).backward()
+        if sync:
+            grads = [grad for grad in gradients(model) if grad is not None]
+            torch.testing.assert_close(torch.cat(grads), flat(expected), rtol=1e-6, atol=1e-7)
+        for each in pair if clear else []:
+            each.zero_grad()
+
+
+@on_ranks(2)
+def test_data_parallelism_around_shards_is_refused_by_name(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(wrapped())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"rank {rank}, unit .*: DistributedDataParallel cannot .*HYBRID_SHARD"):
+            loss_of(model, rank)
+
+
+@pytest.mark.parametrize("options", [{"use_orig_params": True}, {"mixed_precision": MixedPrecision(torch.bfloat16)}])
+@on_ranks(2)
+def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
+    """parity 48: torch is silent."""
+    model = DistributedDataParallel(wrapped(alone=True, **options))
+    with pytest.warns(UserWarning, match=r"rank 0, unit .*: DistributedDataParallel never averages .*HYBRID_SHARD"):
+        loss_of(model, rank).backward()
+
+
+@on_ranks(2)
+def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: int, world_size: int) -> None:
+    """Its own parameters are averaged, those of the units sharded."""
+    inner = wrapped(units=False)
+    model = nn.Sequential(inner, nn.Linear(4, 2).to(device()))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, [f"0.{name}" for name, _ in inner.named_parameters()]
+    )
+    loss_of(DistributedDataParallel(model), rank).backward()
+    usual = wrapped(units=False)
+    (model[1](usual(inputs_of(rank))).float().square().mean()).backward()
+    assert_same(gradients(inner), gradients(usual))
+
+
+@on_ranks(2)
+def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(rank: int, world_size: int) -> None:
+    model, expected = wrapped(alone=True, units=False), plain()
+    (param,) = model.parameters()
+    node = param.view_as(param).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    seen = []
+    node.register_hook(lambda *_: seen.append(None if param.grad is None else param.grad.clone()))
+    for step in range(2):
+        for each in (model, expected):
+            loss_of(each, rank, step).backward()
+        torch.testing.assert_close(seen[step], flat(expected), rtol=1e-6, atol=1e-7)
