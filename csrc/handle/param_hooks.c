@@ -1,10 +1,11 @@
 /* Hooks of the user's on the flat parameter: Tensor.register_hook and register_post_accumulate_grad_hook.
  *
- * [Note: hooks of the flat parameter] No gradient goes along the graph's edges to the flat parameter: autograd would call them with
- * nothing, so they are hidden from it from the unit's node to the end of the backward, and called here, between the last contribution to a unit's gradient and its reduction, as autograd would call them. The parameter shows
- * its unsharded data in the compute dtype, the gradient is that of this rank's batch, without the right padding, and `.grad`
- * what earlier backwards left (no_sync, NO_SHARD). A hook may replace the gradient, a later one `.grad`; what stands there in
- * the end is what is reduced. With low-precision parameters every forward has its own turn, see [Note: order of addition]. */
+ * [Note: hooks of the flat parameter] No gradient goes along the graph's edges to the flat parameter: autograd would call its hooks with
+ * nothing. They are hidden from the unit's node to the end of the backward, and called here, between the last contribution to a
+ * unit's gradient and its reduction, as autograd would call them. The parameter shows its unsharded data in the compute dtype, the
+ * gradient is that of this rank's batch, without the right padding, and `.grad` what earlier backwards left (no_sync, NO_SHARD). A
+ * hook may replace the gradient, a later one `.grad`; what stands there in the end is what is reduced. With low-precision parameters
+ * every forward has its own turn, see [Note: order of addition]. */
 #include "handle/gradients.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
