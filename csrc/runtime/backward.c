@@ -128,7 +128,7 @@ static int post_backward_of_optional(struct unit *unit) {
 static bool is_shown_at_once(const struct unit *unit) {
     const struct flat_param *param = &unit->handle->param;
     bool alone = param->shard_group.world_size == 1 && !param->replicate_group.group;
-    return !param->use_orig_params && !param->sharded && !unit->handle->storage.offload &&
+    return unit->runtime->has_edges && !param->use_orig_params && !param->sharded && !unit->handle->storage.offload &&
            (alone || unit->runtime->ddp);
 }
 

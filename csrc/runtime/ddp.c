@@ -49,6 +49,17 @@ static int check(struct runtime *runtime, PyObject *managed) {
     return 0;
 }
 
+/* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in the graph] in edges.c. */
+static int note_edges(struct runtime *runtime) {
+    if (runtime->has_edges)
+        return 0;
+    PyObject *name = PyUnicode_FromString("torch.distributed.pipelining");
+    PyObject *module = name ? PyDict_GetItemWithError(PyImport_GetModuleDict(), name) : NULL;
+    runtime->has_edges = module || runtime->ddp;
+    Py_XDECREF(name);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 int runtime_note_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
     int result = ddp ? 0 : -1;
@@ -59,5 +70,5 @@ int runtime_note_ddp(struct runtime *runtime) {
     }
     runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;
     Py_XDECREF(ddp);
-    return result;
+    return result < 0 ? -1 : note_edges(runtime);
 }

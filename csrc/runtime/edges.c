@@ -1,6 +1,7 @@
 /* [Note: flat parameters in the graph]
- * Without use_orig_params, and not in low precision, a unit's node has an edge to each of its flat parameters, by which backward(inputs=...),
- * torch.autograd.grad() and whoever walks over graphs find it. In a backward to all leaves nothing goes along them: what is received is
+ * Where a program may look for them, within DistributedDataParallel and where pipelines are there, a unit's node has an edge to each of
+ * its flat parameters, without use_orig_params and not in low precision: backward(inputs=...), torch.autograd.grad() and whoever walks
+ * over graphs find them by it. Elsewhere there is none, as autograd would run a further node for each unit. In a backward to all leaves nothing goes along them: what is received is
  * reduced at the anchor. A backward to named leaves comes to no anchor:
  *   backward(inputs=...)   what has come for the parts that are named is reduced when the backward ends.
  *   autograd.grad(...)     is handed the gradient itself, of this rank's batch. A shard cannot have it: that is refused. */
@@ -10,7 +11,8 @@
 /* Nobody asks for more than the first node of a backward that has its callback: the others are in the same one. */
 int unit_reaches_anchor(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (unit->handle->param.use_orig_params || (runtime->callback_queued && runtime->reach == REACH_ALL))
+    if (!runtime->has_edges || unit->handle->param.use_orig_params ||
+        (runtime->callback_queued && runtime->reach == REACH_ALL))
         return 1;
     int reaches = torch_will_execute(unit->anchor_node);
     if (reaches > 0 && runtime->callback_queued)
@@ -21,8 +23,11 @@ int unit_reaches_anchor(struct unit *unit) {
 /* New reference to the accumulation node of the part with this index, None where it was frozen in the forward, or NULL. */
 static PyObject *flat_param_node(PyObject *context, Py_ssize_t index) {
     PyObject *edges = PyObject_GetAttrString(context, "next_functions"); /* the anchor's is the first */
-    PyObject *edge = edges ? PySequence_GetItem(edges, 1 + index) : NULL;
+    bool is_there = edges && PySequence_Size(edges) > 1 + index;
+    PyObject *edge = is_there ? PySequence_GetItem(edges, 1 + index) : NULL;
     PyObject *node = edge ? PySequence_GetItem(edge, 0) : NULL;
+    if (edges && !is_there)
+        node = Py_NewRef(Py_None); /* of a forward from before there were any */
     Py_XDECREF(edges);
     Py_XDECREF(edge);
     return node;

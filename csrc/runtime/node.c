@@ -128,7 +128,7 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     if (trains <= 0)
         return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(gradients);
-    if (watch_unit(part, args) < 0 || gradients_hide_param_hooks(gradients) < 0)
+    if (watch_unit(part, args) < 0 || (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0))
         return -1;
     return gradients_receive(gradients, args);
 }
@@ -183,6 +183,8 @@ static int arrive_all(struct unit *unit, struct arrival *arrival) {
 /* Nothing for anybody. New reference. */
 static PyObject *empty_answer(struct unit *unit) {
     Py_ssize_t count = 2;
+    if (!unit->runtime->has_edges)
+        return PyTuple_Pack(2, Py_None, Py_None);
     FOR_PARTS(part, unit)
         count++;
     PyObject *answer = PyTuple_New(count);
@@ -371,6 +373,8 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
 
 /* In low precision the flat parameter changes its dtype for the forward and back, with which it loses its accumulation node. */
 static bool has_edges(struct unit *unit) {
+    if (!unit->runtime->has_edges)
+        return false;
     FOR_PARTS(part, unit)
         if (part->handle->param.use_orig_params || part->handle->storage.copy->low_precision)
             return false;

@@ -40,6 +40,7 @@ struct runtime {
     int64_t num_in_forward; /* units amid their forward: a backward then is one of part of the model, within it, */
     bool graph_goes_on;     /* and of that autograd makes a graph, which the step's backward goes through */
     int64_t graph_task;     /* autograd's number of the backward that the callback was queued in */
+    bool has_edges;         /* its units' nodes have edges to flat parameters, */
     const void *ddp; /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
     enum backward_reach reach; /* see [Note: flat parameters in the graph] in edges.c */
     bool any_cut_off, any_left_out, told_of_no_gradient;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_c import FullyShardedDataParallel
 from tests.ranks import device, on_ranks
 
+own_ranks = on_ranks(2, label="edges")  # the import lasts
 OPTIONS: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
     "SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
@@ -32,7 +34,8 @@ def plain() -> nn.Sequential:
 
 
 def wrapped(alone: bool = False, units: bool = True, **options: Any) -> FullyShardedDataParallel:
-    """Of one unit for each layer; ``alone``: each rank has a group of its own."""
+    """Of one unit for each layer; ``alone``: each rank has a group of its own. Flat parameters are in the graph."""
+    importlib.import_module("torch.distributed.pipelining")
     if alone:
         options["process_group"] = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     policy = ModuleWrapPolicy({nn.Linear}) if units else None
@@ -67,7 +70,7 @@ def assert_same(ours: list[Tensor | None], theirs: list[Tensor | None]) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(2)
+@own_ranks
 def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(
     rank: int, world_size: int, name: str
 ) -> None:
@@ -85,7 +88,7 @@ def test_a_backward_to_all_flat_parameters_gives_what_one_to_everything_gives(
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("name", OPTIONS)
-@on_ranks(2)
+@own_ranks
 def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(
     rank: int, world_size: int, name: str
 ) -> None:
@@ -104,7 +107,7 @@ def test_flat_parameters_that_a_backward_does_not_name_keep_their_gradients(
     assert_same(gradients(model), gradients(usual))
 
 
-@on_ranks(2)
+@own_ranks
 def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int, world_size: int) -> None:
     def build() -> FullyShardedDataParallel:
         torch.manual_seed(0)
@@ -129,7 +132,7 @@ def test_a_backward_names_one_of_the_flat_parameters_of_a_unit(rank: int, world_
 
 
 @pytest.mark.parametrize("orig_hooks", [False, True])
-@on_ranks(2)
+@own_ranks
 def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
     rank: int, world_size: int, orig_hooks: bool
 ) -> None:
@@ -147,7 +150,7 @@ def test_autograd_returns_gradients_of_flat_parameters_that_are_whole(
     )
 
 
-@on_ranks(2)
+@own_ranks
 def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: int) -> None:
     """parity 47"""
     model, usual = wrapped(), wrapped()
@@ -158,7 +161,7 @@ def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: 
     assert_same(gradients(model), gradients(usual))
 
 
-@on_ranks(2)
+@own_ranks
 def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int, world_size: int) -> None:
     """As zero-bubble schedules of torch.distributed.pipelining have them, for two microbatches."""
     backward = pytest.importorskip("torch.distributed.pipelining._backward")
@@ -183,7 +186,7 @@ def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int, world_size
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*:FutureWarning")
 @pytest.mark.parametrize("bucket_view", [False, True])
 @pytest.mark.parametrize("kind", ["alone", "NO_SHARD"])
-@on_ranks(2)
+@own_ranks
 def test_data_parallelism_around_units_averages_as_around_the_plain_module(
     rank: int, world_size: int, kind: str, bucket_view: bool
 ) -> None:
@@ -201,7 +204,7 @@ def test_data_parallelism_around_units_averages_as_around_the_plain_module(
             each.zero_grad()
 
 
-@on_ranks(2)
+@own_ranks
 def test_data_parallelism_around_shards_is_refused_by_name(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(wrapped())
     for _ in range(2):
@@ -210,7 +213,7 @@ def test_data_parallelism_around_shards_is_refused_by_name(rank: int, world_size
 
 
 @pytest.mark.parametrize("options", [{"use_orig_params": True}, {"mixed_precision": MixedPrecision(torch.bfloat16)}])
-@on_ranks(2)
+@own_ranks
 def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
     rank: int, world_size: int, options: dict[str, Any]
 ) -> None:
@@ -220,7 +223,7 @@ def test_data_parallelism_that_is_not_reached_is_warned_of_by_name(
         loss_of(model, rank).backward()
 
 
-@on_ranks(2)
+@own_ranks
 def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: int, world_size: int) -> None:
     """Its own parameters are averaged, those of the units sharded."""
     inner = wrapped(units=False)
@@ -234,7 +237,7 @@ def test_data_parallelism_that_leaves_the_units_out_is_nobodys_business(rank: in
     assert_same(gradients(inner), gradients(usual))
 
 
-@on_ranks(2)
+@own_ranks
 def test_hooks_on_the_accumulation_node_find_the_gradient_of_a_unit_that_is_alone(rank: int, world_size: int) -> None:
     model, expected = wrapped(alone=True, units=False), plain()
     (param,) = model.parameters()
