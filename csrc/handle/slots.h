@@ -41,6 +41,7 @@ struct slots {
     PyObject *wrap_views;    /* owned; tuple of views -> what the slots show for them (DTensors), NULL: the views */
     PyObject *wrapped_views; /* owned; what wrap_views made of the views in use, with history; or NULL */
     bool params_are_full;    /* original parameters may have full values for their data, and are pointed back first */
+    uint32_t num_kept;       /* forwards that have found the views where an earlier one had put them */
     PyObject *empty_param;   /* owned; the 1-D tensor of size 0 shown where the shard holds nothing of a parameter */
 };
 
