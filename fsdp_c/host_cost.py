@@ -10,6 +10,7 @@ costs: nothing is sent.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import subprocess
@@ -86,9 +87,12 @@ def _measure_here() -> HostCost:
 
 def main() -> None:
     """Print what is measured, as JSON for ``measure`` or as a line to read."""
+    parser = argparse.ArgumentParser("python -m fsdp_c.host_cost", description="Measure a unit's cost, some seconds.")
+    parser.add_argument("--json", action="store_true", help="print numbers alone (default: a line to read)")
+    as_json = parser.parse_args().json
     warnings.simplefilter("ignore")
     cost = _measure_here()
-    if "--json" in sys.argv[1:]:
+    if as_json:
         print(json.dumps(cost))
     else:
         print(f"a unit takes {cost.unit_us:.0f} us of the host in a step, and {cost.param_us:.1f} us per parameter")

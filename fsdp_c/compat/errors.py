@@ -4,9 +4,19 @@ Users search for it, and programs match it. What follows is ours: rank, unit, na
 """
 
 import sys
+from collections.abc import Collection
 from typing import TypeVar
 
 Error = TypeVar("Error", bound=BaseException)
+
+
+_NAMES_SHOWN = 10
+
+
+def first_names(names: Collection[str]) -> str:
+    """``names`` as a list, of which a message shows ten, and the number of the rest."""
+    more = len(names) - _NAMES_SHOWN
+    return f"{list(names)[:_NAMES_SHOWN]}" + (f" and {more} more" if more > 0 else "")
 
 
 def with_note(error: Error, note: str) -> Error:

@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from fsdp_c import _C
 from fsdp_c.compat import left_out
+from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.mixed_use import refuse_torchs_functions
 from fsdp_c.compat.upstream import FSDPExtensions, HandleShardingStrategy, HandleTrainingState, ShardingStrategy
 from fsdp_c.sharding import subclasses, tensor_parallel
@@ -234,7 +235,8 @@ def check_uniform(
             frozen = [name for name, p in zip(fqns, params, strict=True) if not p.requires_grad]
             raise ValueError(
                 "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: trainable are "
-                f"{trainable}, frozen are {frozen}. Pass use_orig_params=True, or wrap the frozen modules on their own."
+                f"{first_names(trainable)}, frozen are {first_names(frozen)}. Pass use_orig_params=True, or wrap the "
+                "frozen modules on their own."
             )
 
 

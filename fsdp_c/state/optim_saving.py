@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
@@ -123,8 +124,8 @@ def _agree(
     if names and len({one.names for one in told}) > 1:
         raise RuntimeError(
             "ranks call the model's parameters by different names (do they ignore different modules?), so that "
-            f"optimizer state cannot be saved by name: rank {dist.get_rank(group)} has {sorted(managed)}. Save "
-            "optimizer.state_dict() of each rank instead"
+            f"optimizer state cannot be saved by name: rank {dist.get_rank(group)} has "
+            f"{first_names(sorted(managed))}. Save optimizer.state_dict() of each rank instead"
         )
     _check_states_of_units(managed, names, frozenset.intersection(*(one.frozen for one in told)))
     for rank, one in enumerate(told):
@@ -229,8 +230,8 @@ def _check_states_of_units(managed: dict[str, OptimParam], names: set[str], froz
             if known.name not in names and known.name not in frozen and _layout_of(known).shape.numel():
                 raise RuntimeError(
                     f"{known.name} is not in the optimizer state of any rank, but is trained in the same unit as "
-                    f"others that are: the unit has {sorted(one.name for one in members)}, the optimizer state "
-                    f"{sorted(stated)}. "
+                    f"others that are: the unit has {first_names(sorted(one.name for one in members))}, the "
+                    f"optimizer state {first_names(sorted(stated))}. "
                     "Give it to the optimizer, or freeze it with requires_grad_(False)"
                 )
 

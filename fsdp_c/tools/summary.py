@@ -379,7 +379,7 @@ def plan(
 
     Needs no ranks, no process group and no memory: ``module`` may be on the meta device, and stays as it is. A hybrid
     strategy shards over ``ranks_per_node`` ranks and replicates over the rest. ``device_type`` is where the ranks will
-    compute, by default where ``module`` would here: on "cuda" a step holds one unit's storage more. The limits say how
+    compute, by default where ``module`` would here: on "cuda" forwards hold one unit more. The limits say how
     many units are gathered ahead, as ``model._exec_order_data._backward_prefetch_limit`` does for a wrapped model.
     ``reshard_after_forward``: how many ranks gather for a backward, as under ``fsdp_c.wrap.reshard_after_forward()``.
 

@@ -271,3 +271,13 @@ def test_conversions_that_replace_parameters_are_refused(use_orig_params: bool, 
         set_flag(False)
     assert all(one is other for one, other in zip(model.parameters(), before, strict=True))
     assert model.to(torch.bfloat16)._handle.flat_param.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_an_error_that_lists_parameters_names_ten() -> None:
+    module = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
+    for linear in module:
+        linear.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="'9.weight'] and 30 more, frozen are .*'9.bias'] and 30 more. Pass") as raised:
+        FSDP(module, device_id=torch.device("cpu"))
+    assert len(str(raised.value)) < 600
