@@ -89,6 +89,7 @@ def run(argv: Sequence[str]) -> int:
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STRATEGIES = {strategy.name.lstrip("_").lower(): strategy for strategy in ShardingStrategy}
 PREFETCHES = {"pre": BackwardPrefetch.BACKWARD_PRE, "post": BackwardPrefetch.BACKWARD_POST, "none": None}
+DEFAULT = "(default: %(default)s)"
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -116,18 +117,30 @@ def _plan_parser() -> argparse.ArgumentParser:
     parser = _parser("plan", description="Show what FullyShardedDataParallel would make of a model on so many ranks.")
     parser.add_argument("model", metavar="MODULE:CALLABLE", help="called without arguments, on the meta device")
     parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--strategy", choices=STRATEGIES, type=str.lower, default="full_shard")
-    parser.add_argument("--ranks-per-node", type=int, metavar="N", help="hybrid strategies: ranks that shard together")
+    parser.add_argument("--strategy", choices=STRATEGIES, type=str.lower, default="full_shard", help=DEFAULT)
+    parser.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="hybrid strategies: ranks that shard together (no default)"
+    )
     policy = parser.add_mutually_exclusive_group()
-    policy.add_argument("--wrap", action="append", metavar="CLASS", help="a unit for each module of this class name")
-    policy.add_argument("--min-numel", type=int, metavar="N", help="units of at least so many elements")
-    parser.add_argument("--param-dtype", choices=DTYPES, help="computes in another dtype")
-    parser.add_argument("--reduce-dtype", choices=DTYPES, help="reduces gradients in another dtype")
-    parser.add_argument("--use-orig-params", action="store_true")
-    parser.add_argument("--backward-prefetch", choices=PREFETCHES, default="pre")
-    parser.add_argument("--forward-prefetch", action="store_true")
-    parser.add_argument("--backward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
-    parser.add_argument("--forward-prefetch-limit", type=int, default=1, metavar="N", help="units gathered ahead")
+    policy.add_argument(
+        "--wrap", action="append", metavar="CLASS", help="a unit for each module of this class name (default: one unit)"
+    )
+    policy.add_argument(
+        "--min-numel", type=int, metavar="N", help="units of at least so many elements (default: one unit)"
+    )
+    parser.add_argument("--param-dtype", choices=DTYPES, help="computes in another dtype (default: the parameters')")
+    parser.add_argument(
+        "--reduce-dtype", choices=DTYPES, help="reduces gradients in another dtype (default: what computes)"
+    )
+    parser.add_argument("--use-orig-params", action="store_true", help="(default: False)")
+    parser.add_argument("--backward-prefetch", choices=PREFETCHES, default="pre", help=DEFAULT)
+    parser.add_argument("--forward-prefetch", action="store_true", help="(default: False)")
+    parser.add_argument(
+        "--backward-prefetch-limit", type=int, default=1, metavar="N", help=f"units gathered ahead {DEFAULT}"
+    )
+    parser.add_argument(
+        "--forward-prefetch-limit", type=int, default=1, metavar="N", help=f"units gathered ahead {DEFAULT}"
+    )
     parser.add_argument(
         "--reshard-after-forward", type=int, metavar="N", help="backwards gather within so many ranks, those of a node"
     )

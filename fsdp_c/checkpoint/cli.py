@@ -56,7 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="list what a checkpoint holds")
     inspect.add_argument("path", type=Path, metavar="PATH")
-    inspect.add_argument("--select", metavar="NAME", help="only what is below NAME, as in model or optim.state")
+    inspect.add_argument(
+        "--select", metavar="NAME", help="only what is below NAME, as in model or optim.state (default: all)"
+    )
     inspect.add_argument("--values", action="store_true", help="also show what is no tensor")
     inspect.add_argument("--json", action="store_true", help="for programs")
 
@@ -67,8 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
     convert.add_argument("path", type=Path, metavar="PATH")
     convert.add_argument("target", type=Path, metavar="TARGET")
     convert.add_argument("--to", choices=FORMATS, help="default: by TARGET's suffix (.safetensors, .pt), else dcp")
-    convert.add_argument("--ranks", type=_ranks, default=1, help="dcp: as many files as so many ranks would write")
-    convert.add_argument("--dtype", choices=DTYPES, help="cast floating-point tensors, but for single numbers")
+    convert.add_argument(
+        "--ranks", type=_ranks, default=1, help="dcp: as many files as so many ranks would write (default: %(default)s)"
+    )
+    convert.add_argument(
+        "--dtype", choices=DTYPES, help="cast floating-point tensors, but for single numbers (default: none)"
+    )
     convert.add_argument(
         "--select",
         metavar="NAME",
@@ -91,7 +97,12 @@ def make_parser() -> argparse.ArgumentParser:
     diff.add_argument("path", type=Path, metavar="PATH")
     diff.add_argument("other", type=Path, metavar="OTHER")
     diff.add_argument("--select", metavar="NAME", help="only what is below NAME in PATH, and in OTHER if it has NAME")
-    diff.add_argument("--tolerance", type=_tolerance, default=0.0, help="largest absolute difference that is none")
+    diff.add_argument(
+        "--tolerance",
+        type=_tolerance,
+        default=0.0,
+        help="largest absolute difference that is none (default: %(default)s)",
+    )
     return parser
 
 
