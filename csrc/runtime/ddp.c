@@ -65,7 +65,9 @@ int runtime_note_ddp(struct runtime *runtime) {
     int result = ddp ? 0 : -1;
     if (ddp && ddp != Py_None && runtime->ddp != ddp) {
         PyObject *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
-        result = managed ? check(runtime, managed) : -1;
+        if (!managed)
+            PyErr_Clear();
+        result = managed && PyList_Check(managed) ? check(runtime, managed) : 0;
         Py_XDECREF(managed);
     }
     runtime->ddp = result < 0 || ddp == Py_None ? NULL : ddp;

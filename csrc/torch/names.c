@@ -218,7 +218,11 @@ int64_t torch_graph_task(void) {
 }
 
 PyObject *torch_active_ddp(void) {
-    return PyObject_GetAttr(torch_names.data_parallel, torch_names._active_ddp_module);
+    PyObject *module = PyObject_GetAttr(torch_names.data_parallel, torch_names._active_ddp_module);
+    if (module)
+        return module;
+    PyErr_Clear(); /* a torch that does not say so */
+    return Py_NewRef(Py_None);
 }
 
 int torch_will_execute(PyObject *node) {
