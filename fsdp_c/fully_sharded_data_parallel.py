@@ -612,7 +612,13 @@ class FullyShardedDataParallel(ShardedModule):
 
     def __getitem__(self, key: object) -> Any:
         """Index the wrapped module, for instance an nn.Sequential."""
-        return self._fsdp_wrapped_module[key]  # type: ignore[index]  # a TypeError for one that has none
+        return self._fsdp_wrapped_module.__getitem__(key)  # type: ignore[operator]  # an AttributeError where none is
+
+    def __copy__(self) -> "Self":
+        """Another object over the same module, parameters and unit, as of any module."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         self._refuse_copy()

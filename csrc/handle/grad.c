@@ -43,6 +43,8 @@ static int shows_grad(const struct gradients *gradients, int64_t index) {
 
 /* As shows_grad, of a gradient in full, `view` of it: a rank that holds none of the parameter has none of its gradient to look at. */
 static int shows_full_grad(const struct gradients *gradients, int64_t index, PyObject *view) {
+    if (!gradients->param->sharded && !layout_param_numel(&gradients->param->layout, index))
+        return 0; /* nor does torch show one, which would be empty */
     int shows = shows_grad(gradients, index);
     if (shows || gradients->hidden || !gradients->param->sharded ||
         gradients->param->layout.shard_ranges[index].in_shard)

@@ -696,3 +696,23 @@ def test_optimizer_in_backward_steps_offloaded_parameters(rank: int, world_size:
     plain, offloaded = map(named, models)
     assert all(same_bits(plain[name], param) for name, param in offloaded.items())
     assert all(param.grad is None for param in offloaded.values())
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_empty_parameter_has_no_gradient_as_with_torch(rank: int, world_size: int, strategy: str) -> None:
+    class WithEmpty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty, self.linear = nn.Parameter(torch.empty(0)), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + self.empty.sum()
+
+    found = []
+    for name in ("torch", "fsdp_c"):
+        kwargs = {"device_id": device(), "sharding_strategy": ShardingStrategy[strategy], "use_orig_params": True}
+        model = implementation(name)(WithEmpty(), **kwargs)
+        model(torch.ones(2, 4, device=device())).sum().backward()
+        found.append({each: None if param.grad is None else param.grad.shape for each, param in named(model).items()})
+    assert found[0] == found[1] and found[1]["empty"] is None

@@ -433,10 +433,23 @@ def test_printing_shows_the_tree_as_nn_module_does() -> None:
     ]
 
 
-@pytest.mark.parametrize("attempt", [copy.deepcopy, copy.copy, pickle.dumps])
+@pytest.mark.parametrize("attempt", [copy.deepcopy, pickle.dumps])
 def test_copying_or_pickling_says_what_to_do_instead(attempt: object) -> None:
     with pytest.raises(TypeError, match="copy the plain module and wrap the copy"):
         attempt(nn.ModuleList([FSDP(Net())])[0])
+
+
+def test_a_shallow_copy_is_another_object_over_the_same_unit() -> None:
+    model = FSDP(Net())
+    copied = copy.copy(model)
+    assert type(copied) is FSDP and copied is not model and copied.module is model.module
+    assert [id(param) for param in copied.parameters()] == [id(param) for param in model.parameters()]
+    assert list(copied.state_dict()) == list(model.state_dict())
+
+
+def test_a_module_without_items_has_none_when_it_is_wrapped() -> None:
+    with pytest.raises(AttributeError, match="has no attribute '__getitem__'"):
+        FSDP(Net())[0]
 
 
 # ----------------------------------------------------------------- roots and lazy initialisation
