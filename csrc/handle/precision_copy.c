@@ -28,8 +28,8 @@ static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
     return 0;
 }
 
-/* It shows a tensor whose memory is elsewhere. New reference. */
-static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
+/* A tensor that only says what to allocate later. New reference. */
+PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
     struct buffer buffer;
     if (buffer_init(&buffer, numel, dtype, device, false) < 0)
         return NULL;
@@ -38,31 +38,19 @@ static PyObject *freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) 
     return tensor;
 }
 
-/* Of one element, which a TorchDispatchMode that sees it may read. */
-PyObject *storage_like(int64_t numel, PyObject *dtype, PyObject *device) {
-    PyObject *one = torch_empty(1, dtype, device), *zero = NULL, *like = NULL;
-    if (one)
-        zero = PyObject_CallMethod(one, "zero_", NULL);
-    if (zero)
-        like = PyObject_CallMethod(zero, "expand", "L", (long long)numel);
-    Py_XDECREF(one);
-    Py_XDECREF(zero);
-    return like;
-}
-
 /* Tensors at hand say how gradients look where the dtypes agree; only mixed precision needs others. */
 static int init_likes(struct storage *storage, struct precision_copy *copy) {
     int64_t padded = storage->param->layout.padded_numel, shard = storage->param->layout.shard_numel;
-    PyObject *device = storage->param->device;
-    PyObject *gradient = copy->is_local ? Py_NewRef(storage->local_shard) : storage_like(padded, copy->dtype, device);
+    PyObject *gradient = copy->is_local ? storage->local_shard : copy->full.tensor;
     bool same = copy->reduce_dtype == copy->dtype, same_shard = copy->reduce_dtype == storage->orig_dtype;
     struct tensor_view view;
-    ref_set(&copy->gradient_like.tensor, gradient);
+    ref_set(&copy->gradient_like.tensor, Py_NewRef(gradient));
     ref_set(&copy->reduce_input_like.tensor,
-            same ? Py_XNewRef(gradient) : storage_like(padded, copy->reduce_dtype, device));
+            same ? Py_NewRef(gradient) : storage_freed_tensor(padded, copy->reduce_dtype, storage->param->device));
     ref_set(&copy->reduce_output_like.tensor,
-            same_shard ? Py_NewRef(storage->shard_like.tensor) : storage_like(shard, copy->reduce_dtype, device));
-    if (!gradient || !copy->reduce_input_like.tensor || !copy->reduce_output_like.tensor)
+            same_shard ? Py_NewRef(storage->shard_like.tensor)
+                       : storage_freed_tensor(shard, copy->reduce_dtype, storage->param->device));
+    if (!copy->reduce_input_like.tensor || !copy->reduce_output_like.tensor)
         return -1;
     if (tensor_view_of(copy->reduce_input_like.tensor, &view) < 0)
         return -1;
@@ -94,7 +82,7 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
-    PyObject *shard = freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
+    PyObject *shard = storage_freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
     ref_set(&copy->low_precision_shard.tensor, shard);
     return shard ? 0 : -1;
 }

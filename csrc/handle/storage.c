@@ -111,7 +111,8 @@ static bool offloads(struct storage *storage, const struct tensor_view *compute)
 
 static int init_compute_device(struct storage *storage) {
     const char *why = "";
-    PyObject *like = storage_like(storage->param->layout.shard_numel, storage->orig_dtype, storage->param->device);
+    PyObject *like =
+        storage_freed_tensor(storage->param->layout.shard_numel, storage->orig_dtype, storage->param->device);
     if (!like)
         return -1;
     ref_set(&storage->shard_like.tensor, like);

@@ -32,7 +32,7 @@ enum precision {
     PRECISIONS
 };
 
-/* Says what torch_empty_like is to make. */
+/* Says what torch_empty_like is to make; its own storage may be freed. */
 struct tensor_like {
     PyObject *tensor; /* owned */
 };
@@ -52,7 +52,7 @@ struct precision_copy {
     PyObject *full_data;     /* owned; full without right padding */
     PyObject *views;         /* owned; tuple, one per parameter over full; NULL until the copy is first wanted */
     int64_t *view_versions;  /* owned array; theirs, when they were last asked for */
-    /* how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
+    /* freed tensors that say how gradients look: padded size in reduce and compute dtype, shard size in reduce dtype */
     struct tensor_like reduce_input_like, gradient_like, reduce_output_like;
 };
 
@@ -122,7 +122,7 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 /* ---- precision_copy.c: the only writer of `copy` and of what copies are made of ---- */
 
 /* New; only says what to allocate later. */
-PyObject *storage_like(int64_t numel, PyObject *dtype, PyObject *device);
+PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device);
 int storage_init_copies(
     struct storage *storage); /* after the dtypes and the shard; the one to compute with is in use */
 int storage_make_copy(struct storage *storage,

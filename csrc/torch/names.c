@@ -79,7 +79,8 @@ static int find_inference_mode(PyObject *torch) {
 static int find_engine(void) {
     PyObject *module = PyImport_ImportModule("torch._C");
     int result = -1;
-    if (module && !find(module, "_current_graph_task_id", &torch_names.graph_task_id))
+    if (module && !find(module, "_current_graph_task_id", &torch_names.graph_task_id) &&
+        !find(module, "_len_torch_dispatch_stack", &torch_names.count_dispatch_modes))
         result = find(module, "_will_engine_execute_node", &torch_names.will_execute);
     Py_XDECREF(module);
     return result;
@@ -137,9 +138,28 @@ PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
     return tensor;
 }
 
-PyObject *torch_empty_like(PyObject *tensor) {
-    PyObject *result = PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
+/* A TorchDispatchMode may read what it sees, and `tensor` may have no memory. */
+static PyObject *empty_of(PyObject *tensor) {
+    PyObject *numel = PyObject_CallMethod(tensor, "numel", NULL), *dtype = NULL, *device = NULL, *result = NULL;
+    if (numel)
+        dtype = PyObject_GetAttr(tensor, torch_names.dtype);
+    if (dtype)
+        device = PyObject_GetAttr(tensor, torch_names.device);
+    if (device)
+        result = torch_empty(PyLong_AsLongLong(numel), dtype, device);
+    Py_XDECREF(numel);
+    Py_XDECREF(dtype);
+    Py_XDECREF(device);
     return result;
+}
+
+PyObject *torch_empty_like(PyObject *tensor) {
+    PyObject *modes = PyObject_CallNoArgs(torch_names.count_dispatch_modes);
+    long count = modes ? PyLong_AsLong(modes) : -1;
+    Py_XDECREF(modes);
+    if (count)
+        return count < 0 ? NULL : empty_of(tensor);
+    return PyObject_CallFunctionObjArgs(torch_names.empty_like, tensor, NULL);
 }
 
 PyObject *torch_zeros_like(PyObject *tensor) {

@@ -50,6 +50,7 @@ struct torch_names {
     PyObject *is_inference_mode_enabled, *inference_mode_guard; /* torch._C._InferenceMode */
     PyObject *queue_callback;                                   /* of the autograd engine */
     PyObject *graph_task_id;                                    /* which backward runs in this thread */
+    PyObject *count_dispatch_modes;                             /* how many are on */
     PyObject *will_execute;                                     /* will it come to a node? */
     PyObject *data_parallel;                                    /* torch's DistributedDataParallel */
     PyObject *removable_handle;                                 /* torch.utils.hooks.RemovableHandle */
@@ -63,7 +64,7 @@ int torch_names_init(void);
 /* New 1-D tensor of `numel` elements, not initialised. NULL with an exception. */
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device);
 PyObject *torch_zeros_like(PyObject *tensor);
-PyObject *torch_empty_like(PyObject *tensor);
+PyObject *torch_empty_like(PyObject *tensor);        /* of one dimension */
 PyObject *torch_empty_pinned_like(PyObject *tensor); /* in CPU memory, pinned where there is a GPU to copy from */
 
 int torch_set_data(PyObject *tensor, PyObject *data);         /* tensor.data = data */
