@@ -72,13 +72,22 @@ int handle_alloc_unsharded(struct handle *handle) {
     return storage_alloc_unsharded(&handle->storage);
 }
 
-int handle_detach_views(struct handle *handle) {
+static int detach_views(struct handle *handle, bool shows) {
     if (storage_detach_views(&handle->storage) < 0)
         return -1;
     slots_forget_wrapped(&handle->slots);
-    if (handle->slots.shown != SHOWN_VIEWS)
+    if (!shows)
         return 0;
     return slots_show_nothing(&handle->slots) < 0 ? -1 : handle_show_views(handle);
+}
+
+/* A module that keeps a view with its node keeps the whole unit for ever: one failure is not the end. */
+int handle_detach_views(struct handle *handle) {
+    bool shows = handle->slots.shown == SHOWN_VIEWS;
+    if (detach_views(handle, shows) == 0)
+        return 0;
+    PyErr_Clear();
+    return detach_views(handle, shows);
 }
 
 /* ---- precision ---- */
