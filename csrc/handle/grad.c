@@ -371,18 +371,10 @@ int gradients_forget_reduced(struct gradients *gradients, int64_t index) {
     return result;
 }
 
-/* Have the values been written by anything but this library, since they are shown? 1, 0 or -1. */
-static int was_written(PyObject *grad) {
-    PyObject *version = PyObject_GetAttrString(grad, "_version");
-    int result = version ? PyObject_IsTrue(version) : -1;
-    Py_XDECREF(version);
-    return result;
-}
-
 static int forget_if_zeroed(struct gradients *gradients, PyObject *shown, int64_t index) {
-    int written = shown == Py_None ? 0 : was_written(shown);
-    if (written <= 0)
-        return written;
+    int64_t writes = shown == Py_None ? 0 : torch_version(shown); /* by anything but this library, since it is shown */
+    if (writes <= 0)
+        return (int)writes;
     PyObject *part = gradients_part(gradients, gradients->unsharded, index);
     int zeroed = part ? is_zero(part) : -1;
     Py_XDECREF(part);

@@ -62,8 +62,8 @@ static int note_edges(struct runtime *runtime) {
 
 int runtime_note_ddp(struct runtime *runtime) {
     PyObject *ddp = torch_active_ddp();
-    int result = ddp ? 0 : -1;
-    if (ddp && ddp != Py_None && runtime->ddp != ddp) {
+    int result = 0;
+    if (ddp != Py_None && runtime->ddp != ddp) {
         PyObject *managed = PyObject_GetAttr(ddp, torch_names._module_parameters);
         if (!managed)
             PyErr_Clear();

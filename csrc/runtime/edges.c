@@ -1,8 +1,8 @@
 /* [Note: flat parameters in the graph]
  * Where a program may look for them, within DistributedDataParallel and where pipelines are there, a unit's node has an edge to each of
  * its flat parameters, without use_orig_params and not in low precision: backward(inputs=...), torch.autograd.grad() and whoever walks
- * over graphs find them by it. Elsewhere there is none, as autograd would run a further node for each unit. In a backward to all leaves nothing goes along them: what is received is
- * reduced at the anchor. A backward to named leaves comes to no anchor:
+ * over graphs find them by it. Elsewhere there is none, as autograd would run a further node for each unit. In a backward to all
+ * leaves nothing goes along them: what is received is reduced at the anchor. A backward to named leaves comes to no anchor:
  *   backward(inputs=...)   what has come for the parts that are named is reduced when the backward ends.
  *   autograd.grad(...)     is handed the gradient itself, of this rank's batch. A shard cannot have it: that is refused. */
 #include "runtime/runtime.h"

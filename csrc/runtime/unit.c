@@ -4,39 +4,21 @@
 
 /* ---- life ---- */
 
-static PyObject *on_module_end(PyObject *self, PyObject *reference) {
-    (void)reference;
-    if (!PyCapsule_IsValid(self, NULL))
-        Py_RETURN_NONE; /* the unit has gone as well */
-    struct unit *unit = PyCapsule_GetPointer(self, NULL);
-    if (unit->is_root && unit->runtime)
-        runtime_detach_views(unit->runtime);
-    else if (unit_detach_views(unit) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+static int on_module_end(void *target) {
+    struct unit *unit = target;
+    if (!unit->is_root || !unit->runtime)
+        return unit_detach_views(unit);
+    runtime_detach_views(unit->runtime);
+    return 0;
 }
-
-static PyMethodDef module_end_def = {"on_module_end", on_module_end, METH_O, NULL};
 
 /* views -> their node -> its context -> the unit -> views is a cycle that passes through C++, where the collector does not look:
- * it is cut when the module goes, for the whole tree when that is the root. Others may keep the callback: clearing the unit takes the
- * capsule's pointer from it. */
+ * it is cut when the module goes, for the whole tree when that is the root. */
 static int watch_module(struct unit *unit, PyObject *module) {
-    PyObject *callback = NULL;
-    unit->module_end = PyCapsule_New(unit, NULL, NULL);
+    unit->module_end = hook_new(on_module_end, unit, NULL);
     if (unit->module_end)
-        callback = PyCFunction_New(&module_end_def, unit->module_end);
-    if (callback)
-        unit->module_ref = PyWeakref_NewRef(module, callback);
-    Py_XDECREF(callback);
+        unit->module_ref = PyWeakref_NewRef(module, unit->module_end);
     return unit->module_ref ? 0 : -1;
-}
-
-static void watch_nothing(struct unit *unit) {
-    if (unit->module_end)
-        PyCapsule_SetName(unit->module_end, "of a unit that has gone");
-    Py_CLEAR(unit->module_end);
-    Py_CLEAR(unit->module_ref);
 }
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec) {
@@ -114,7 +96,10 @@ int unit_clear(struct unit *unit) {
     Py_CLEAR(unit->anchor);
     Py_CLEAR(unit->hooks_seen);
     Py_CLEAR(unit->reshard_hook);
-    watch_nothing(unit);
+    if (unit->module_end)
+        hook_disarm(unit->module_end);
+    Py_CLEAR(unit->module_end);
+    Py_CLEAR(unit->module_ref);
     Py_CLEAR(unit->runtime_object);
     unit->runtime = NULL;
     unit->handle = NULL;

@@ -35,7 +35,7 @@ struct unit {
     PyObject *object;        /* borrowed; the Python object that this struct lives in */
     PyObject *module_ref;    /* owned; weak reference to the instance, which owns the unit; its _lazy_init
                              * builds the runtime, its end detaches the views */
-    PyObject *module_end;    /* owned; the capsule of that reference's callback */
+    PyObject *module_end;    /* owned; a hook that does not own the unit: that reference's callback */
     PyObject *handle_object; /* owned; or NULL when the instance manages no parameters */
     struct handle *handle;   /* borrowed from handle_object */
     /* [Note: segments] Parameters of different dtypes, or frozen ones beside others, cannot lie in one flat parameter. Then a unit has
