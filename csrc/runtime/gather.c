@@ -80,7 +80,7 @@ static int begin_gather(struct unit *unit) {
 
 /* The event of a unit's last all-gather is that of all its parts. */
 static struct gather_mark *mark_of(struct unit *part) {
-    return part->leader ? &part->leader->gather : &part->gather;
+    return &unit_of_part(part)->gather;
 }
 
 static int gather(struct unit *unit) {

@@ -345,14 +345,6 @@ static bool is_transformed(void) {
     return result;
 }
 
-static void drop_anchor(struct unit *unit) {
-    if (unit->anchor_hook)
-        hook_disarm(unit->anchor_hook);
-    Py_CLEAR(unit->anchor_hook);
-    Py_CLEAR(unit->anchor_node);
-    Py_CLEAR(unit->anchor);
-}
-
 /* Such a transformation takes no autograd function as a unit's node is: without gradients none is needed (parity 54). What it has made
  * belongs to it. 0 or -1. */
 static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anchor) {
@@ -360,7 +352,7 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
         return -1;
     PyErr_Clear();
     if (has_new_anchor)
-        drop_anchor(unit);
+        unit_drop_anchor(unit);
     if (!enabled)
         return 0;
     PyErr_Format(PyExc_NotImplementedError,

@@ -21,8 +21,8 @@ static bool has_storage_to_take(const struct unit *unit) {
 }
 
 /* The root stays gathered until its backward, as every unit does that is not resharded after its forward. */
-static bool stays_gathered(const struct unit *part) {
-    const struct unit *unit = part->leader ? part->leader : part;
+static bool stays_gathered(struct unit *part) {
+    const struct unit *unit = unit_of_part(part);
     return unit->is_root || (unit->handle->param.sharded && !flat_param_reshards_after_forward(&unit->handle->param));
 }
 

@@ -57,7 +57,7 @@ int runtime_give_back_unused(struct runtime *runtime) {
 /* ---- under no_sync ---- */
 
 void unit_keep_for_next(struct unit *part) {
-    struct unit *unit = part->leader ? part->leader : part;
+    struct unit *unit = unit_of_part(part);
     if (unit->runtime->num_in_forward || part->handle->storage.param_state == PARAM_SHARDED || is_stale(unit))
         return;
     unit->gathered_for = FOR_NEXT_FORWARD;

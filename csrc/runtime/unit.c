@@ -86,14 +86,18 @@ void unit_set_recorder_index(struct unit *unit, int32_t index) {
     unit->recorder_index = index;
 }
 
-int unit_clear(struct unit *unit) {
-    if (!unit->leader)
-        let_go_of_segments(unit);
+void unit_drop_anchor(struct unit *unit) {
     if (unit->anchor_hook)
         hook_disarm(unit->anchor_hook);
     Py_CLEAR(unit->anchor_hook);
     Py_CLEAR(unit->anchor_node);
     Py_CLEAR(unit->anchor);
+}
+
+int unit_clear(struct unit *unit) {
+    if (!unit->leader)
+        let_go_of_segments(unit);
+    unit_drop_anchor(unit);
     Py_CLEAR(unit->hooks_seen);
     Py_CLEAR(unit->reshard_hook);
     if (unit->module_end)

@@ -97,9 +97,14 @@ struct unit_spec {
     int backward_prefetch;
 };
 
+/* The unit that a flat parameter is of: the segment's leader, or the unit itself. */
+static inline struct unit *unit_of_part(struct unit *part) {
+    return part->leader ? part->leader : part;
+}
+
 /* Of a part of an optional unit: the unit around that; else NULL. */
-static inline struct unit *unit_around(const struct unit *part) {
-    return (part->leader ? part->leader : part)->optional.around;
+static inline struct unit *unit_around(struct unit *part) {
+    return unit_of_part(part)->optional.around;
 }
 
 /* The flat parameters of a unit: its own, then those of its segments. */
@@ -109,6 +114,7 @@ static inline struct unit *unit_around(const struct unit *part) {
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
 int unit_clear(struct unit *unit);
+void unit_drop_anchor(struct unit *unit); /* and its node and hook */
 void unit_lead(struct unit *unit, struct unit *segment); /* which comes after those that it has; see [Note: segments] */
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
 /* Lazy init: the unit belongs to a root, as the one at `index` of its units. 0 or -1. */
@@ -161,7 +167,7 @@ void unit_note_used(struct unit *unit);      /* what is gathered is for the forw
 void unit_keep_for_next(struct unit *part);  /* it is as good for the next forward as it was for the last one */
 
 /* outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
-bool unit_shows_views(const struct unit *part);
+bool unit_shows_views(struct unit *part);
 
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
  * said. */
