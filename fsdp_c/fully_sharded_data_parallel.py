@@ -995,20 +995,17 @@ def _flat_param_shown(module: ShardedModule) -> Iterator[None]:
 def _orig_params_hidden(module: ShardedModule) -> Iterator[None]:
     flat_param = handle_of(module).flat_param
     infos: list[ParamInfo | SharedParamInfo] = [*flat_param._param_infos, *flat_param._shared_param_infos]
-    hidden = []
+    shown = {info.module: dict(info.module._parameters) for info in infos}
     for info in infos:
-        parameters = info.module._parameters
-        if info.param_name in parameters:
-            hidden.append((parameters, list(parameters.items())))
-            del parameters[info.param_name]
+        info.module._parameters.pop(info.param_name, None)
     _register_flat_param(module)
     try:
         yield
     finally:
         del module.module._parameters[module._flat_param_name]
-        for parameters, items in reversed(hidden):  # in one piece each, so that the order of the names stays
-            parameters.clear()
-            parameters.update(items)
+        for owner, parameters in shown.items():  # all of a module's, so that the order of the names stays
+            owner._parameters.clear()
+            owner._parameters.update(parameters)
 
 
 _C.bind_callbacks(

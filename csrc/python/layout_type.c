@@ -4,13 +4,19 @@
 
 #include "base/memory.h"
 
+/* The tuples that are kept once somebody has asked, as a layout never changes: loops over parameters ask for each. */
+enum kept { PARAM_NUMELS, PARAM_OFFSETS, SEGMENT_NUMELS, PADDING_MASK, OWN_RANGES, NUM_KEPT };
+
 struct layout_object {
     PyObject_HEAD
     struct flat_layout layout; /* owned */
+    PyObject *kept[NUM_KEPT];  /* owned, or NULL; of numbers, so that no cycle goes through them */
 };
 
 static void layout_object_dealloc(PyObject *self) {
     PyTypeObject *type = Py_TYPE(self);
+    for (int which = 0; which < NUM_KEPT; which++)
+        Py_CLEAR(((struct layout_object *)self)->kept[which]);
     layout_fini(&((struct layout_object *)self)->layout);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
@@ -157,14 +163,23 @@ static PyObject *shard_range_at(const struct flat_layout *layout, int64_t param,
                          (long long)range.numel_in_shard, (long long)range.offset_in_param);
 }
 
-static PyObject *get_per_param(PyObject *self, void *item_at) {
-    const struct flat_layout *layout = &((struct layout_object *)self)->layout;
-    return tuple_of(layout, layout->num_params, layout->rank, *(item_getter *)item_at);
+/* New reference, or NULL with an exception. */
+static PyObject *keep(struct layout_object *self, enum kept which) {
+    static const item_getter items_at[NUM_KEPT] = {param_numel_at, param_offset_at, segment_numel_at,
+                                                   segment_is_padding_at, shard_range_at};
+    const struct flat_layout *layout = &self->layout;
+    const bool per_segment = which == SEGMENT_NUMELS || which == PADDING_MASK;
+    if (!self->kept[which]) {
+        PyObject *made =
+            tuple_of(layout, per_segment ? layout->num_segments : layout->num_params, layout->rank, items_at[which]);
+        Py_XDECREF(self->kept[which]); /* what is collected meanwhile may have asked as well */
+        self->kept[which] = made;
+    }
+    return Py_XNewRef(self->kept[which]);
 }
 
-static PyObject *get_per_segment(PyObject *self, void *item_at) {
-    const struct flat_layout *layout = &((struct layout_object *)self)->layout;
-    return tuple_of(layout, layout->num_segments, layout->rank, *(item_getter *)item_at);
+static PyObject *get_kept(PyObject *self, void *which) {
+    return keep((struct layout_object *)self, *(const enum kept *)which);
 }
 
 /* -1 with an exception when `object` is not a rank of the layout; None is its own rank */
@@ -188,6 +203,8 @@ static PyObject *shard_ranges(PyObject *self, PyObject *args, PyObject *kwargs) 
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:shard_ranges", names, &object))
         return NULL;
     const int64_t rank = parse_rank(layout, object);
+    if (rank == layout->rank)
+        return keep((struct layout_object *)self, OWN_RANGES);
     return rank < 0 ? NULL : tuple_of(layout, layout->num_params, rank, shard_range_at);
 }
 
@@ -209,15 +226,14 @@ static PyMemberDef members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-/* ISO C has no cast from a function to the void * of a getset closure, so the closures point to these */
-static const item_getter numels = param_numel_at, offsets = param_offset_at;
-static const item_getter segment_numels = segment_numel_at, padding_mask = segment_is_padding_at;
+static const enum kept numels = PARAM_NUMELS, offsets = PARAM_OFFSETS;
+static const enum kept segment_numels = SEGMENT_NUMELS, padding_mask = PADDING_MASK;
 
 static PyGetSetDef getters[] = {
-    {"param_numels", get_per_param, NULL, "Elements per parameter.", (void *)&numels},
-    {"param_offsets", get_per_param, NULL, "First element of each parameter in the flat parameter.", (void *)&offsets},
-    {"numels_with_padding", get_per_segment, NULL, "Elements per segment, padding included.", (void *)&segment_numels},
-    {"is_padding_mask", get_per_segment, NULL, "Per segment, whether it is padding.", (void *)&padding_mask},
+    {"param_numels", get_kept, NULL, "Elements per parameter.", (void *)&numels},
+    {"param_offsets", get_kept, NULL, "First element of each parameter in the flat parameter.", (void *)&offsets},
+    {"numels_with_padding", get_kept, NULL, "Elements per segment, padding included.", (void *)&segment_numels},
+    {"is_padding_mask", get_kept, NULL, "Per segment, whether it is padding.", (void *)&padding_mask},
     {NULL, NULL, NULL, NULL, NULL},
 };
 

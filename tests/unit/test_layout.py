@@ -274,3 +274,12 @@ def test_layout_and_its_type_are_immutable() -> None:
         FlatLayout.numel = 1
     with pytest.raises(TypeError):
         type("Derived", (FlatLayout,), {})
+
+
+def test_what_a_layout_lists_is_made_once() -> None:
+    """A loop over n parameters that asks for the list of all in each pass takes n steps, not their square."""
+    layout = FlatLayout([3, 0, 5], 4, 2, 1, True)
+    for name in ("param_numels", "param_offsets", "numels_with_padding", "is_padding_mask"):
+        assert getattr(layout, name) is getattr(layout, name)
+    assert layout.shard_ranges() is layout.shard_ranges() is layout.shard_ranges(1)
+    assert layout.shard_ranges(0) == FlatLayout([3, 0, 5], 4, 2, 0, True).shard_ranges()
