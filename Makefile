@@ -43,7 +43,7 @@ help:
 	@echo 'make wheel         sdist and wheels, tried without a compiler, in dist (make test-wheel: the wheel for the CPU alone)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
-	@echo 'make docs          the API reference, from the docstrings, in build/docs'
+	@echo 'make docs          the pages of docs/ and the API reference as a site, in build/site'
 	@echo 'make lint format   check, or write, the formatting of C and Python; lint checks types too'
 	@echo 'make typecheck     compare what the extension has with _C.pyi, which says what it has'
 	@echo 'make bench         host overhead beside FSDP1 and FSDP2'
@@ -191,10 +191,10 @@ analyze: $(VENV)/.base
 	        -I"$$include" -c -o /dev/null "$$file"; \
 	done
 
-# A warning is an error: tests/unit/test_reference.py.
+# The pages of docs/, and the API reference from the docstrings. A warning is an error: tests/unit/test_reference.py.
 docs: build $(VENV)/.dev
-	$(BIN)/python docs/reference.py build/docs
-	@echo 'build/docs/index.html'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict -q
+	@echo 'build/site/index.html'
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(PY_FILES)

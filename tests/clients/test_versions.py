@@ -19,11 +19,11 @@ def pinned(file: str, pattern: str) -> dict[str, str]:
     return {name.lower(): version for name, version in found if name.lower() in LIBRARIES}
 
 
-def test_requirements_extra_and_readme_name_the_same_versions():
+def test_requirements_extra_and_page_name_the_same_versions():
     required = pinned("requirements/clients.txt", r"(?m)^(\w+)==(\S+)$")
     assert sorted(required) == sorted(LIBRARIES)
     assert pinned("pyproject.toml", r'"(\w+)==([\d.]+)"') == required
-    assert pinned("README.md", r"(?m)^\| \[?(\w+)\]?(?:\([^)]*\))? ([\d.]+) ") == required
+    assert pinned("docs/libraries.md", r"(?m)^\| \[?(\w+)\]?(?:\([^)]*\))? ([\d.]+) ") == required
 
 
 def test_installed_versions_are_those_that_are_written_down():

@@ -91,3 +91,11 @@ def test_a_warning_of_the_builder_is_an_error(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PLANTED, str(SCRIPT), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode and "UserWarning: Found 'nowhere_defined' in fsdp_c.api.__all__" in done.stderr
+
+
+def test_site_is_made_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    subprocess.run(command, cwd=SCRIPT.parents[1], check=True, timeout=300)
+    for page in ("index.html", "troubleshooting.html", "api/fsdp_c.html"):
+        assert "fsdp_c" in (tmp_path / "site" / page).read_text()
+    assert "../tests/" not in (tmp_path / "site" / "reliability.html").read_text()  # links out of the site are none

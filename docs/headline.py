@@ -1,0 +1,72 @@
+"""Draws docs/headline.png from the newest tables of benchmarks/results: python docs/headline.py"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot  # noqa: E402  (needs the backend above)
+from matplotlib.axes import Axes  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent.parent
+COLORS = {"FSDP1": "#9aa5b1", "FSDP2": "#5c7080", "fsdp_c": "#d9480f"}
+
+
+def newest(name: str) -> str:
+    return max((ROOT / "benchmarks" / "results").glob(f"{name}_*.md")).read_text()
+
+
+def row(text: str, first: str) -> list[float]:
+    """The numbers of the first row that begins with ``first``, each cell's first."""
+    (cells,) = re.findall(rf"^\| {re.escape(first)} \|(.*)\|$", text, re.MULTILINE)[:1]
+    return [float(number[0]) for cell in cells.split("|") if (number := re.findall(r"-?\d[\d.]*", cell))]
+
+
+def host_work() -> dict[str, list[float]]:
+    """Thousand instructions per unit and step, with original parameters."""
+    fsdp1, _, fsdp2, ours, _ = row(newest("host_overhead"), "12, 8")
+    return {"FSDP1": [fsdp1], "FSDP2": [fsdp2], "fsdp_c": [ours]}
+
+
+def state_dicts(rows: list[str]) -> dict[str, list[float]]:
+    """CPU milliseconds of rank 0, of the table of 200 units."""
+    text = newest("state_dict")
+    return {name: [row(text, one)[column] for one in rows] for column, name in enumerate(COLORS)}
+
+
+def steps(titles: list[str]) -> dict[str, list[float]]:
+    """A step's milliseconds by the model of time, over the bound that wire and computation set."""
+    text = newest("timeline")
+    tables = [text[text.index(f"**{title}**") :] for title in titles]
+    names = {"FSDP1": "torch.fsdp1", "FSDP2": "torch.fsdp2", "fsdp_c": "fsdp_c"}
+    return {name: [row(table, first)[1] for table in tables] for name, first in names.items()}
+
+
+def bars(axes: Axes, title: str, groups: list[str], values: dict[str, list[float]], shown: str) -> None:
+    for place, (name, heights) in enumerate(values.items()):
+        at = [group + 0.27 * (place - 1) for group in range(len(groups))]
+        drawn = axes.bar(at, heights, 0.25, color=COLORS[name], label=name)
+        axes.bar_label(drawn, [format(height, shown) for height in heights], fontsize=8, padding=1)
+    axes.set_title(title, fontsize=10)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+    axes.set_yticks([])
+    axes.spines[["top", "left", "right"]].set_visible(False)
+
+
+def main() -> None:
+    widths = [1, 2.2, 2.2]
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(11, 3), width_ratios=widths, layout="constrained")
+    bars(left, "Host work per unit and step\n(thousand instructions)", ["12 parameters"], host_work(), ".0f")
+    forms = ["FULL get", "FULL load", "SHARDED get", "SHARDED load"]
+    bars(middle, "State dicts, 200 units\n(CPU milliseconds)", forms, state_dicts(forms), ".0f")
+    machines = ["6.7B on nvlink8", "1.3B on ib512", "0.4B on nvlink8"]
+    bars(right, "A step, by a model of time\n(over what wire and computation take)", machines, steps(machines), ".2f")
+    middle.legend(frameon=False, fontsize=8, loc="upper center")
+    figure.savefig(ROOT / "docs" / "headline.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()
