@@ -36,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fsdp_c")
     group.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the models of rank tests are")
     group.addoption("--part", type=int, default=1, metavar="N", help="of each file one test in N, always the same ones")
+    group.addoption("--rest", type=int, metavar="N", help="what --part N leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,7 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    kept = _part(items, config.getoption("part"))
+    rest = config.getoption("rest")
+    kept = set(items) - _part(items, rest) if rest else _part(items, config.getoption("part"))
     dropped = [item for item in items if item not in kept]
     if dropped:
         config.hook.pytest_deselected(items=dropped)

@@ -167,6 +167,7 @@ def test_damaged_tensors_of_one_rank_leave_groups_and_extra_state_of_all(rank, w
     layer.own = "saved"
     path = saved(model, optimizer)
     chunk = last_of_rank(path, 1)
+    dist.barrier()
     if rank == 0:
         flipped(path / chunk.file, chunk.place.offset)
     dist.barrier()
