@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-versions simulated-gpu test-simulated-gpu wheel test-wheel
+.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-versions simulated-gpu test-simulated-gpu wheel test-wheel
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,6 +12,9 @@ CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
 C_FILES = $(shell find csrc tests -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 PY_FILES := fsdp_c tests benchmarks examples docs setup.py
 PYTEST := $(BIN)/python -m pytest
+# How many tests run beside each other, and from where what is drawn at random begins: SEED=7, by default elsewhere each time.
+WORKERS ?= 2
+SEED ?=
 
 RANKS ?= 2
 DEMO_OUT ?= runs/demo
@@ -27,7 +30,8 @@ ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_
 
 help:
 	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
-	@echo 'make test          all tests'
+	@echo 'make test          the tests: all that take no ranks, and a part of the others that meets every file'
+	@echo 'make test-all      all tests, with the libraries that people use and the wheel'
 	@echo 'make test-fast     unit tests and the architecture test; no ranks'
 	@echo 'make test-native   the C programs under tests/native'
 	@echo 'make test-ranks    tests on several ranks'
@@ -90,12 +94,26 @@ demo: build
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node $(RANKS) examples/train_lm.py \
 	    --out $(DEMO_OUT) $(if $(findstring --resume,$(DEMO_FLAGS)),,--overwrite) $(DEMO_FLAGS)
 
-# What needs a GPU is tested on a simulated one, and a part of the tests on ranks, of parity and of faults there as well.
+# `make test` meets every file: all of SHORT, and of each file of LONG, and of those on the simulated GPU, one test in PART, always the same
+# ones. `make test-all` runs the others too, the libraries, the wheel, and a minute each of what is drawn at random.
+SHORT := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py
+LONG := tests/distributed tests/parity tests/faults --ignore tests/parity/test_differences.py
+ON_GPU := tests/cuda tests/simulated_gpu tests/races
+PART := 8
 test: build $(VENV)/.dev
-	$(PYTEST) tests --ignore tests/clients --ignore tests/cuda --ignore tests/simulated_gpu --ignore tests/races
-	$(ON_SIMULATED_GPU) -m pytest tests/cuda tests/simulated_gpu tests/races
-	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest tests/races/test_waits.py -k test_programs_are_in_order
-	$(ON_SIMULATED_GPU) -m pytest --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
+	$(PYTEST) -n $(WORKERS) $(SHORT)
+	$(PYTEST) -n $(WORKERS) --part $(PART) $(LONG)
+	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --part $(PART) $(ON_GPU)
+	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
+
+test-all: test test-rest test-clients test-wheel
+
+test-rest: build $(VENV)/.dev
+	$(PYTEST) -n $(WORKERS) --rest $(PART) $(LONG)
+	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --rest $(PART) $(ON_GPU)
+	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
+	$(BIN)/python -m tests.fuzz.checkpoint --seconds 60 $(addprefix --seed ,$(SEED))
+	$(BIN)/python -m tests.parity.plain_programs --seconds 60 $(addprefix --seed ,$(SEED))
 
 test-fast: build $(VENV)/.dev
 	$(PYTEST) tests/unit tests/test_architecture.py
@@ -111,8 +129,6 @@ test-parity: build $(VENV)/.dev
 
 test-faults: build $(VENV)/.dev
 	FSDP_C_EXHAUSTIVE=1 $(PYTEST) tests/faults tests/native
-	$(BIN)/python -m tests.fuzz.checkpoint --seconds 60
-	$(BIN)/python -m tests.parity.plain_programs --seconds 60
 
 soak: build $(VENV)/.dev
 	$(BIN)/python -m tests.faults.soak

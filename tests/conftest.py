@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +43,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[ranks.DEVICE_SETTING] = config.getoption("device")
+    if not is_worker(config):  # what tests, their ranks and commands leave lies in one folder
+        tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_c-tests-")
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Of pytest-xdist."""
+    return hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,5 +76,8 @@ def _part(items: list[pytest.Item], part: int) -> set[pytest.Item]:
     return kept
 
 
-def pytest_sessionfinish() -> None:
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """The folder of what tests have left stays where one has failed."""
     ranks.close_pools()
+    if not is_worker(session.config) and not session.testsfailed:
+        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)

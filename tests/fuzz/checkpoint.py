@@ -586,19 +586,19 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.fuzz.checkpoint", description=__doc__)
     parser.add_argument("--only", choices=SUBJECTS, help="one kind; default: all, in turn")
     parser.add_argument("--count", type=int, default=20_000, help="trials, of all kinds together")
-    parser.add_argument("--seconds", type=float, help="as many trials as go into them; the seed is another each time")
+    parser.add_argument("--seconds", type=float, help="as many trials as go into them, not --count")
     parser.add_argument("--first", type=int, default=0, help="the number of the first trial of each kind")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="default: 0, with --seconds another each time")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     names = [args.only] if args.only else list(SUBJECTS)
     start = time.monotonic()
     for name in names:
         if args.seconds:
-            seed = random.SystemRandom().randrange(2**32)
+            seed = random.SystemRandom().randrange(2**32) if args.seed is None else args.seed
             outcomes = run_limited(name, seed, 0, sys.maxsize, args.seconds / len(names))
         else:
-            outcomes = run_limited(name, args.seed, args.first, -(-args.count // len(names)))
+            outcomes = run_limited(name, args.seed or 0, args.first, -(-args.count // len(names)))
         print(f"{name}: {json.dumps(outcomes)}, {time.monotonic() - start:.0f} s", flush=True)
 
 
