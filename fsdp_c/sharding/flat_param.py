@@ -166,10 +166,11 @@ class Occurrences:
             )
         self.infos: list[ParamInfo] = [places[param] for param in self.params]
         self.fqns = [joined(info.module_name, info.param_name) for info in self.infos]
+        index_of = {id(param): index for index, param in enumerate(self.params)}
         self.shared: list[tuple[int, SharedParamInfo]] = []
         for param, info in tree.shared_params:
             if id(param) in wanted:
-                self.shared.append((self.infos.index(places[param]), SharedParamInfo(*info, *places[param])))
+                self.shared.append((index_of[id(param)], SharedParamInfo(*info, *places[param])))
 
     def check_modules(self) -> None:
         """Raise RuntimeError for a module whose parameters cannot be taken from it."""

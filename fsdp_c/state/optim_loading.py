@@ -120,7 +120,7 @@ def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target
     for fqn, (_, known) in params.by_fqn.items():
         if known.module is None or fqn not in states:
             continue
-        layout = param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]]
+        layout = param_layouts(known.owner)[params.index_of[fqn]]
         for name, value in sorted(states[fqn].items()):
             if not _is_tensor(value):
                 continue
