@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-versions simulated-gpu test-simulated-gpu wheel test-wheel
+.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu wheel test-wheel
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,6 +27,9 @@ ASAN := build/asan
 ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_point.py tests/faults/test_allocations.py \
     tests/faults/test_threads.py --ignore tests/native/test_cuda.py \
     --deselect tests/unit/test_checkpoint_cli.py::test_memory_is_a_few_times_the_largest_tensor_whatever_the_total
+DEBUG_PYTHON ?= python3.11-dbg
+DEBUG_TESTS ?= tests/unit/test_c_objects.py tests/unit/test_one_thread.py tests/unit/test_callbacks.py tests/unit/test_bad_input.py \
+    tests/unit/test_errors.py tests/distributed/test_exceptions.py tests/faults/test_threads.py
 
 help:
 	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
@@ -44,6 +47,7 @@ help:
 	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
 	@echo 'make test-versions the suite on other torch and Python (VERSIONS="$(VERSIONS)" PYTHONS="3.10 3.13"): 5 to 7 GB each'
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
+	@echo 'make test-debug-python  programs that raise, under CPython'\''s debug build ($(DEBUG_PYTHON), for a .venv of the same version)'
 	@echo 'make wheel         sdist and wheels, tried without a compiler, in dist (make test-wheel: the wheel for the CPU alone)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
@@ -171,6 +175,12 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 	cd $(ASAN) && LD_PRELOAD="$$(for one in asan ubsan stdc++; do cc -print-file-name=lib$$one.so; done | xargs)" \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
+
+# A debug build checks each result against the exception that is set, references and the interpreter's lock. torch and the extension of
+# the .venv load into one of the same version: Debian's python3.11-dbg for 3.11.
+test-debug-python: build $(VENV)/.dev
+	PYTHONPATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	    $(DEBUG_PYTHON) -X dev -W ignore -m pytest -p no:cacheprovider $(DEBUG_TESTS)
 
 # What is released, in dist/, and what a change must keep of it: see .ci/wheel.
 wheel: build $(VENV)/.release

@@ -303,7 +303,12 @@ class Runtime:
     def release(self) -> None:
         """Reshard and unbind the units, as before lazy init. RuntimeError amid a forward or backward."""
     def recover(self) -> None:
-        """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first."""
+        """Drop what a backward that raised has left; does nothing otherwise. Every forward does so first. RuntimeError
+        where another thread is amid a step or a state dict."""
+    def hold(self) -> bool:
+        """Until ``let_go`` no other thread begins a step. False within another ``hold`` of this thread. RuntimeError as
+        of ``recover``."""
+    def let_go(self) -> None: ...
     def await_failed_backward(self) -> None:
         """On a GPU, where a backward has raised: wait until autograd's thread has let go of it, and with that
         everything is as before the step. Amid a backward of another thread it waits 50 ms in vain."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensor, is_fake
 from torch.distributed.algorithms._comm_hooks.default_hooks import (
     DefaultState,
     bf16_compress_hook,
@@ -404,6 +405,7 @@ class FullyShardedDataParallel(ShardedModule):
 
     def _init_tree(self, alone: bool) -> None:
         modules = cast("list[tuple[str, FullyShardedDataParallel]]", units_with_paths(self))
+        _refuse_fake_mode([module for _, module in modules])
         error = _tree_error(self, modules)
         if not alone:
             agreement.agree(self, modules, error)
@@ -729,7 +731,7 @@ class FullyShardedDataParallel(ShardedModule):
 
         Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no unit open.
         """
-        with state_dict.closing_units():
+        with state_dict.held(self), state_dict.closing_units():
             keys: _IncompatibleKeys = super().load_state_dict(*args, **kwargs)
             return keys
 
@@ -877,6 +879,18 @@ def _low_precision_dtype(hook: object) -> torch.dtype | None:
 
 
 # ---- lazy initialisation
+
+
+def _refuse_fake_mode(modules: list[FullyShardedDataParallel]) -> None:
+    """What is made under FakeTensorMode has no memory, and would stay with parameters that have some."""
+    if not isinstance(torch.empty(0, device="cpu"), FakeTensor):
+        return
+    for module in modules:
+        if module._handle is not None and not is_fake(module._handle.flat_param):
+            raise RuntimeError(
+                f"rank {module.rank}, unit {unit_name(module.module)}: its parameters are real, and its first forward "
+                "is under FakeTensorMode: make the model under that mode as well, or run a real forward before"
+            )
 
 
 def _tree_error(

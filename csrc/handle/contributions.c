@@ -4,7 +4,10 @@
 #include "torch/tensor.h"
 
 int gradients_refuse(const struct gradients *gradients, int64_t index) {
+    PyErr_Clear(); /* of the tensor alone; nothing of Python's is called with an exception set */
     PyObject *fqn = flat_param_fqn(gradients->param, index);
+    if (!fqn)
+        return -1;
     PyErr_Format(PyExc_RuntimeError,
                  "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
                  "Sparse gradients "

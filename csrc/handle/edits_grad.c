@@ -16,6 +16,8 @@ static int collect_param_grad(struct edits *edits, PyObject *flat_grad, const st
         if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
             return 0;
     }
+    if (grad == Py_None && gradients_note_hidden(edits->gradients, param) < 0)
+        return -1;
     if (edits_warn_writeback(edits, param, "Gradient", grad) < 0 ||
         gradients_forget_reduced(edits->gradients, param) < 0)
         return -1;

@@ -220,8 +220,12 @@ static int show_flat_unsharded(struct gradients *gradients) {
 }
 
 static int show_no_sync(struct gradients *gradients) {
+    bool shown = gradients->kind == GRAD_UNSHARDED && !gradients->hides_some;
+    gradients->hides_some = false;
+    if (shown)
+        return 0; /* accumulated in place */
     if (gradients->kind == GRAD_UNSHARDED)
-        return 0; /* accumulated in place: shown already */
+        return show_grads(gradients, gradients->unsharded);
     if (gradients_add_late(gradients, &gradients->saved_shard) < 0)
         return -1;
     int result = show_flat_unsharded(gradients);
@@ -242,6 +246,12 @@ static int show_reduced(struct gradients *gradients) {
         result = show_grads(gradients, grad);
     Py_XDECREF(grad);
     return result;
+}
+
+int gradients_note_hidden(struct gradients *gradients, int64_t index) {
+    int requires_grad = torch_requires_grad(PyList_GetItem(gradients->param->params, index));
+    gradients->hides_some = gradients->hides_some || requires_grad > 0;
+    return requires_grad < 0 ? -1 : 0;
 }
 
 int gradients_hand_over(struct gradients *gradients) {

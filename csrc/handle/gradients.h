@@ -41,6 +41,7 @@ struct gradients {
     PyObject *work;       /* owned; the reduce-scatter in flight */
     bool hooked;          /* hooks of the flat parameter have made an unsharded gradient of what was received */
     bool unreduced;       /* what no_sync left has not been reduced yet */
+    bool hides_some;      /* a parameter that is trained shows nothing of it: it was cleared, or frozen till now */
     bool in_backward;     /* from the first pre-backward to the hand-over: saved_shard is not in .grad */
     PyObject *shown;      /* owned; a weak reference to the .grad of a parameter; NULL where no memory goes with them */
     PyObject
@@ -144,6 +145,8 @@ void gradients_watch_nothing(struct gradients *gradients); /* what is shown may 
 int gradients_drop_shown(struct gradients *gradients);     /* the user has cleared it: nothing is left of it. 0 or -1 */
 /* What was reduced before no_sync, and is not shown meanwhile, is zero for this parameter. 0 or -1 */
 int gradients_forget_reduced(struct gradients *gradients, int64_t index);
+int gradients_note_hidden(struct gradients *gradients,
+                          int64_t index); /* the parameter's .grad was found None. 0 or -1 */
 /* Zeros of the shard, which are the flat parameter's .grad from now on; its .grad, or such zeros. New reference. */
 PyObject *gradients_zeros(struct gradients *gradients);
 PyObject *gradients_flat_or_zeros(struct gradients *gradients);

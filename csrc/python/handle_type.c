@@ -11,7 +11,7 @@ struct handle_object {
     struct handle handle;
 };
 
-static PyTypeObject *handle_type; /* borrowed from the module's dict, which lives for ever */
+static PyTypeObject *handle_type; /* borrowed from module.c */
 
 static struct handle *inside(PyObject *self) {
     return &((struct handle_object *)self)->handle;
@@ -102,10 +102,23 @@ static void handle_object_dealloc(PyObject *self) {
 
 /* ---- methods ---- */
 
+/* `Handle.__new__(Handle)` gives an object without anything that a method could use. NULL with an exception then. */
+static struct handle *made(PyObject *self) {
+    if (inside(self)->param.tensor)
+        return inside(self);
+    PyErr_SetString(PyExc_RuntimeError, "this Handle was not initialised: call its __init__ first");
+    return NULL;
+}
+
 /* Lazy attributes may be needed before the first forward: they follow the flat parameter's dtype and data of now. */
 static struct handle *ready(PyObject *self) {
-    struct handle *handle = inside(self);
-    return handle->ready || handle_lazy_init(handle) == 0 ? handle : NULL;
+    struct handle *handle = made(self);
+    return handle && (handle->ready || handle_lazy_init(handle) == 0) ? handle : NULL;
+}
+
+static PyObject *call(PyObject *self, int (*function)(struct handle *)) {
+    struct handle *handle = made(self);
+    return none_or_error(handle ? function(handle) : -1);
 }
 
 static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
@@ -115,24 +128,25 @@ static PyObject *summon_enter(PyObject *self, PyObject *writeback) {
 }
 
 static PyObject *summon_exit(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_summon_exit(inside(self)));
+    return call(self, handle_summon_exit);
 }
 
 static PyObject *summon_free(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_summon_free(inside(self)));
+    return call(self, handle_summon_free);
 }
 
 static PyObject *summon_hide(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_summon_hide(inside(self)));
+    return call(self, handle_summon_hide);
 }
 
 static PyObject *summon_grads(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_summon_grads(inside(self)));
+    return call(self, handle_summon_grads);
 }
 
 static PyObject *summon_grads_exit(PyObject *self, PyObject *writeback) {
-    int wanted = PyObject_IsTrue(writeback);
-    return none_or_error(wanted < 0 ? -1 : handle_summon_grads_exit(inside(self), wanted));
+    struct handle *handle = made(self);
+    int wanted = handle ? PyObject_IsTrue(writeback) : -1;
+    return none_or_error(wanted < 0 ? -1 : handle_summon_grads_exit(handle, wanted));
 }
 
 static int append_grad(PyObject *grads, PyObject *param) {
@@ -145,8 +159,8 @@ static int append_grad(PyObject *grads, PyObject *param) {
 }
 
 static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
-    struct handle *handle = inside(self);
-    PyObject *grads = PyList_New(0);
+    struct handle *handle = made(self);
+    PyObject *grads = handle ? PyList_New(0) : NULL;
     int result = grads ? 0 : -1;
     if (!result && !handle->param.use_orig_params)
         result = append_grad(grads, handle->param.tensor);
@@ -158,26 +172,30 @@ static PyObject *sharded_grads(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *show_sharded(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_follow(inside(self)));
+    return call(self, handle_follow);
 }
 
 static PyObject *leave_shard(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_leave(inside(self)));
+    return call(self, handle_leave);
 }
 
 static PyObject *set_layer_calls(PyObject *self, PyObject *calls) {
-    if (PyList_Check(calls) && !inside(self)->layer_calls.count)
-        return none_or_error(handle_set_layer_calls(inside(self), calls));
+    struct handle *handle = made(self);
+    if (!handle)
+        return NULL;
+    if (PyList_Check(calls) && !handle->layer_calls.count)
+        return none_or_error(handle_set_layer_calls(handle, calls));
     PyErr_SetString(PyExc_TypeError, "set_layer_calls takes a list, once");
     return NULL;
 }
 
 static PyObject *call_layers_directly(PyObject *self, PyObject *unused) {
-    return none_or_error(layer_calls_remove(&inside(self)->layer_calls));
+    struct handle *handle = made(self);
+    return none_or_error(handle ? layer_calls_remove(&handle->layer_calls) : -1);
 }
 
 static PyObject *collect_user_grads(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_collect_user_grads(inside(self)));
+    return call(self, handle_collect_user_grads);
 }
 
 static PyObject *writeback(PyObject *self, PyObject *unused) {
@@ -203,7 +221,7 @@ static PyObject *unshard(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *hide_views(PyObject *self, PyObject *unused) {
-    return none_or_error(handle_hide_views(inside(self)));
+    return call(self, handle_hide_views);
 }
 
 /* Borrowed: the one argument of a method, by position or under its name. NULL with an exception for others. */
@@ -247,13 +265,16 @@ static PyObject *use_unsharded(PyObject *self, PyObject *args, PyObject *kwargs)
 }
 
 static PyObject *needs_unshard(PyObject *self, PyObject *unused) {
-    return PyBool_FromLong(inside(self)->param.sharded && inside(self)->storage.param_state == PARAM_SHARDED);
+    struct handle *handle = made(self);
+    if (!handle)
+        return NULL;
+    return PyBool_FromLong(handle->param.sharded && handle->storage.param_state == PARAM_SHARDED);
 }
 
 /* Between steps, and between a forward and its backward, what is freed may have changed: so what a node keeps of it goes as well. */
 static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
-    PyObject *free_storage = only_argument(args, kwargs, "free_unsharded_flat_param");
-    struct handle *handle = inside(self);
+    struct handle *handle = made(self);
+    PyObject *free_storage = handle ? only_argument(args, kwargs, "free_unsharded_flat_param") : NULL;
     int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
     int result = wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted);
     if (!result && wanted && handle->training_state == USE_IDLE)
@@ -263,24 +284,26 @@ static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
 
 static PyObject *set_comm_hook(PyObject *self, PyObject *args) {
     PyObject *function, *state, *dtype;
-    if (!PyArg_ParseTuple(args, "OOO", &function, &state, &dtype))
+    struct handle *handle = made(self);
+    if (!handle || !PyArg_ParseTuple(args, "OOO", &function, &state, &dtype))
         return NULL;
-    return none_or_error(handle_set_comm_hook(inside(self), function, state, dtype));
+    return none_or_error(handle_set_comm_hook(handle, function, state, dtype));
 }
 
 static PyObject *fake_all_gather(PyObject *self, PyObject *args) {
-    struct flat_param *param = &inside(self)->param;
+    struct handle *handle = made(self);
     PyObject *group, *node_group;
-    if (!PyArg_ParseTuple(args, "OO", &group, &node_group))
+    if (!handle || !PyArg_ParseTuple(args, "OO", &group, &node_group))
         return NULL;
-    int result = collective_fake_all_gather(&param->shard_group, group);
-    if (!result && param->node_group.group)
-        result = collective_fake_all_gather(&param->node_group, node_group);
+    int result = collective_fake_all_gather(&handle->param.shard_group, group);
+    if (!result && handle->param.node_group.group)
+        result = collective_fake_all_gather(&handle->param.node_group, node_group);
     return none_or_error(result);
 }
 
 static PyObject *fake_reduce_scatter(PyObject *self, PyObject *group) {
-    return none_or_error(collective_fake_reduce_scatter(&inside(self)->param.shard_group, group));
+    struct handle *handle = made(self);
+    return none_or_error(handle ? collective_fake_reduce_scatter(&handle->param.shard_group, group) : -1);
 }
 
 static PyMethodDef methods[] = {
@@ -324,7 +347,8 @@ static PyObject *get_shows_sharded(PyObject *self, void *unused) {
 }
 
 static PyObject *get_unsharded_nbytes(PyObject *self, void *unused) {
-    return PyLong_FromLongLong(storage_unsharded_nbytes(&inside(self)->storage));
+    struct handle *handle = made(self);
+    return handle ? PyLong_FromLongLong(storage_unsharded_nbytes(&handle->storage)) : NULL;
 }
 
 static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
@@ -333,7 +357,8 @@ static PyObject *get_padded_unsharded(PyObject *self, void *unused) {
 }
 
 static PyObject *get_sharded_grad(PyObject *self, void *unused) {
-    return gradients_sharded(&inside(self)->gradients);
+    struct handle *handle = made(self);
+    return handle ? gradients_sharded(&handle->gradients) : NULL;
 }
 
 static PyObject *get_name(PyObject *self, void *unused) {

@@ -180,22 +180,24 @@ static PyMethodDef functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static int add_type(PyObject *module, const char *name, PyObject *type) {
-    int result = type ? PyModule_AddObjectRef(module, name, type) : -1;
-    Py_XDECREF(type);
-    return result;
+/* Structs know their types, and those of an earlier import may be alive: all imports have the same ones. */
+static int add_type(PyObject *module, const char *name, PyObject **type, PyObject *(*create)(PyObject *)) {
+    if (!*type)
+        *type = create(module);
+    return *type ? PyModule_AddObjectRef(module, name, *type) : -1;
 }
 
 static int add_types(PyObject *module) {
+    static PyObject *layout, *handle, *unit, *runtime; /* owned for ever */
     if (layout_functions_add(module) < 0 || dry_run_function_add(module) < 0)
         return -1;
-    if (add_type(module, "FlatLayout", layout_type_create(module)) < 0)
+    if (add_type(module, "FlatLayout", &layout, layout_type_create) < 0)
         return -1;
-    if (add_type(module, "Handle", handle_type_create(module)) < 0)
+    if (add_type(module, "Handle", &handle, handle_type_create) < 0)
         return -1;
-    if (add_type(module, "Unit", unit_type_create(module)) < 0)
+    if (add_type(module, "Unit", &unit, unit_type_create) < 0)
         return -1;
-    return add_type(module, "Runtime", runtime_type_create(module));
+    return add_type(module, "Runtime", &runtime, runtime_type_create);
 }
 
 static int add_constants(PyObject *module) {

@@ -78,7 +78,18 @@ static PyObject *final_callback(PyObject *self, PyObject *unused) {
 }
 
 static PyObject *recover(PyObject *self, PyObject *unused) {
-    return none_or_error(runtime_reset_after_failed_backward(inside(self)));
+    struct runtime *runtime = inside(self);
+    return none_or_error(runtime_check_thread(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime));
+}
+
+static PyObject *hold(PyObject *self, PyObject *unused) {
+    int held = runtime_hold(inside(self));
+    return held < 0 ? NULL : PyBool_FromLong(held);
+}
+
+static PyObject *let_go(PyObject *self, PyObject *unused) {
+    runtime_let_go(inside(self));
+    Py_RETURN_NONE;
 }
 
 static PyObject *await_failed_backward(PyObject *self, PyObject *unused) {
@@ -112,6 +123,10 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
 /* (an optional unit, the unit around it) */
 static int add_optional(PyObject *pair) {
     PyObject *object, *around_object;
+    if (!PyTuple_Check(pair)) {
+        PyErr_Format(PyExc_TypeError, "expected a pair, got %R", (PyObject *)Py_TYPE(pair));
+        return -1;
+    }
     if (!PyArg_ParseTuple(pair, "OO", &object, &around_object))
         return -1;
     struct unit *unit = unit_of(object), *around = unit ? unit_of(around_object) : NULL;
@@ -137,6 +152,8 @@ static PyMethodDef methods[] = {
     {"check_order", check_order, METH_VARARGS, NULL},
     {"final_callback", final_callback, METH_NOARGS, NULL},
     {"recover", recover, METH_NOARGS, NULL},
+    {"hold", hold, METH_NOARGS, NULL},
+    {"let_go", let_go, METH_NOARGS, NULL},
     {"reset_grad_info", reset_grad_info, METH_NOARGS, NULL},
     {"release", release, METH_NOARGS, NULL},
     {"await_failed_backward", await_failed_backward, METH_NOARGS, NULL},

@@ -10,7 +10,7 @@ struct unit_object {
     struct unit unit;
 };
 
-static PyTypeObject *unit_type; /* borrowed from the module's dict, which lives for ever */
+static PyTypeObject *unit_type; /* borrowed from module.c */
 
 static struct unit *inside(PyObject *self) {
     return &((struct unit_object *)self)->unit;
@@ -99,19 +99,29 @@ static void unit_object_dealloc(PyObject *self) {
 
 /* ---- methods ---- */
 
+/* `Unit.__new__(Unit)` gives an object without anything that a method could use. NULL with an exception then. */
+static struct unit *made(PyObject *self) {
+    if (inside(self)->module_ref)
+        return inside(self);
+    PyErr_SetString(PyExc_RuntimeError, "this Unit was not initialised: call its __init__ first");
+    return NULL;
+}
+
 static PyObject *forward(PyObject *self, PyObject *args) {
     PyObject *wrapped, *inputs, *kwargs;
-    if (!PyArg_ParseTuple(args, "OO!O!", &wrapped, &PyTuple_Type, &inputs, &PyDict_Type, &kwargs))
+    struct unit *unit = made(self);
+    if (!unit || !PyArg_ParseTuple(args, "OO!O!", &wrapped, &PyTuple_Type, &inputs, &PyDict_Type, &kwargs))
         return NULL;
-    return unit_forward(inside(self), wrapped, inputs, kwargs);
+    return unit_forward(unit, wrapped, inputs, kwargs);
 }
 
 /* A unit without parameters has no handle whose state could say that it is inside summon_full_params. */
 static PyObject *set_summoning(PyObject *self, PyObject *value) {
-    int wanted = PyObject_IsTrue(value);
+    struct unit *unit = made(self);
+    int wanted = unit ? PyObject_IsTrue(value) : -1;
     if (wanted < 0)
         return NULL;
-    return none_or_error(unit_set_phase(inside(self), wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
+    return none_or_error(unit_set_phase(unit, wanted ? PHASE_SUMMON_FULL_PARAMS : PHASE_IDLE));
 }
 
 static PyObject *unshard(PyObject *self, PyObject *unused) {
@@ -137,11 +147,13 @@ static PyObject *handle_to_prefetch(PyObject *self, PyObject *value) {
 }
 
 static PyObject *register_post_backward_hook(PyObject *self, PyObject *unused) {
-    return none_or_error(unit_register_post_backward_hook(inside(self)));
+    struct unit *unit = made(self);
+    return none_or_error(unit ? unit_register_post_backward_hook(unit) : -1);
 }
 
 static PyObject *register_pre_backward_hooks(PyObject *self, PyObject *outputs) {
-    return none_or_error(unit_register_pre_backward_hooks(inside(self), outputs));
+    struct unit *unit = made(self);
+    return none_or_error(unit ? unit_register_pre_backward_hooks(unit, outputs) : -1);
 }
 
 static PyMethodDef methods[] = {

@@ -20,7 +20,8 @@ static int backward_raised(void *target, const void *hook) {
 int runtime_queue_final_callback(struct runtime *runtime) {
     if (runtime->callback_queued)
         return 0;
-    if (runtime_collect_user_grads(runtime) < 0 || schedule_begin_backward(&runtime->schedule) < 0)
+    if (runtime_check_holder(runtime) < 0 || runtime_collect_user_grads(runtime) < 0 ||
+        schedule_begin_backward(&runtime->schedule) < 0)
         return -1;
     PyObject *hook = hook_new(final_callback, runtime, runtime->object);
     if (hook)

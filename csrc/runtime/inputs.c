@@ -44,10 +44,13 @@ static bool inputs_are_ready(const struct unit *unit, PyObject *args, PyObject *
     for (Py_ssize_t i = 0; i < PyTuple_Size(args); i++)
         if (!input_is_ready(unit, PyTuple_GetItem(args, i), mover, cast))
             return false;
-    while (PyDict_Next(kwargs, &position, &key, &value))
-        if (!input_is_ready(unit, value, mover, cast))
-            return false;
-    return true;
+    bool ready = true;
+    while (ready && PyDict_Next(kwargs, &position, &key, &value)) {
+        Py_INCREF(value); /* looking at it may run code of the user's, which may take it out of the dict */
+        ready = input_is_ready(unit, value, mover, cast);
+        Py_DECREF(value);
+    }
+    return ready;
 }
 
 /* A root casts as a root, and any unit with parameters as a unit (D-023, D-031). */

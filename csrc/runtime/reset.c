@@ -59,6 +59,8 @@ static int reset(struct runtime *runtime) {
  * comes second waits, or what it has gathered meanwhile would be given back. */
 static int wait_for_reset(const struct runtime *runtime, unsigned long thread) {
     while (runtime->resetting && runtime->resetting != thread) {
+        if (PyErr_CheckSignals() < 0)
+            return -1;
         Py_BEGIN_ALLOW_THREADS sched_yield();
         Py_END_ALLOW_THREADS
     }
@@ -101,6 +103,8 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
         return 0;
     int running = in_backward();
     for (int i = 0; i < 500 && !running && (runtime->callback_queued || runtime->resetting); i++) {
+        if (PyErr_CheckSignals() < 0)
+            return -1;
         Py_BEGIN_ALLOW_THREADS nanosleep(&moment, NULL);
         Py_END_ALLOW_THREADS
     }

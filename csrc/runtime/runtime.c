@@ -92,6 +92,8 @@ int runtime_collect_user_grads(struct runtime *runtime) {
 }
 
 int runtime_root_pre_forward(struct runtime *runtime) {
+    if (runtime_check_holder(runtime) < 0)
+        return -1;
     runtime->trains = torch_grad_enabled();
     if (runtime_note_ddp(runtime) < 0 || runtime_tell_of_left_out(runtime) < 0 || runtime_check_kept(runtime) < 0 ||
         runtime_give_back_stale(runtime) < 0)

@@ -48,6 +48,7 @@ struct runtime {
     const void *final_hook;       /* what was queued last: compared, never followed */
     unsigned long resetting;      /* the thread that does so now, or 0 */
     unsigned long forward_thread; /* in which the last forward began outside of a backward */
+    unsigned long holder;         /* the thread that is amid a state dict, or 0 */
     bool script_waits;            /* a pending call of the interpreter's is to come: runtime_have_script_wait() */
     struct schedule schedule;
     struct unit *reducing; /* the unit whose reduction is in flight, at most one, or NULL */
@@ -101,6 +102,12 @@ int runtime_reset_after_failed_backward(struct runtime *runtime); /* before any 
 int runtime_await_failed_backward(const struct runtime *runtime); /* before somebody looks at parameters */
 void runtime_have_script_wait(
     struct runtime *runtime); /* amid a backward that hides gradients: before the script goes on */
+
+/* threads.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
+int runtime_check_thread(const struct runtime *runtime);
+int runtime_check_holder(const struct runtime *runtime);
+int runtime_hold(struct runtime *runtime);    /* a state dict begins: 1, or 0 within another one of this thread */
+void runtime_let_go(struct runtime *runtime); /* it ends */
 
 int runtime_note_ddp(struct runtime *runtime);      /* ddp.c: the root's forward begins. 0 or -1 */
 void runtime_detach_views(struct runtime *runtime); /* views.c: the root has gone */

@@ -226,10 +226,22 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
         warn_of_copies(stacklevel=5)
     _saving.outermost, _saving.values = fsdp_module, {}
     try:
-        with closing_units(), common.collector_paused():
+        with held(fsdp_module), closing_units(), common.collector_paused():
             yield
     finally:
         _saving.outermost, _saving.values = None, {}
+
+
+@contextlib.contextmanager
+def held(fsdp_module: ShardedModule) -> Iterator[None]:
+    """While the body saves or loads, no other thread may begin a step. Raises RuntimeError where one is amid it."""
+    runtime = fsdp_module._unit.runtime
+    held_here = runtime is not None and runtime.hold()
+    try:
+        yield
+    finally:
+        if runtime is not None and held_here:
+            runtime.let_go()
 
 
 def _copies_on_every_rank(fsdp_module: ShardedModule) -> bool:

@@ -2,7 +2,10 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+import functools
+import gc
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -90,8 +93,9 @@ def _with_own_containers(value: Any, empty_ones: bool) -> Any:
 def tensors_of(output: object) -> list[torch.Tensor]:
     """All tensors in ``output`` that require grad, each once.
 
-    Looks into containers, dataclasses, PackedSequences and registered pytrees, and into the attributes of objects of
-    any other class: a tensor that is not found here is computed with parameters that are freed before its backward.
+    Looks into containers, dataclasses, PackedSequences and registered pytrees, into iterators, generators, methods,
+    partials and closures, and into the attributes of objects of any other class: a tensor that is not found here is
+    computed with parameters that are freed before its backward.
     """
     found: dict[int, torch.Tensor] = {}
     _search(output, found, set(), _ATTRIBUTE_DEPTH)
@@ -102,11 +106,28 @@ _ATTRIBUTE_DEPTH = 4
 _OPAQUE = (str, bytes, int, float, complex, bool, type(None), type, nn.Module, torch.dtype, torch.device, torch.Size)
 
 
+# What is called later, or asked for its values: what it will compute with.
+_HELD: dict[type, Callable[[Any], Iterable[object]]] = {
+    functools.partial: lambda partial: (partial.func, *partial.args, *partial.keywords.values()),
+    types.MethodType: lambda method: (method.__self__,),
+    types.BuiltinMethodType: lambda method: (method.__self__,),
+    types.FunctionType: lambda function: [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)],
+    types.GeneratorType: lambda generator: generator.gi_frame.f_locals.values() if generator.gi_frame else (),
+}
+
+
+def _is_set(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that is assigned later
+        return False
+
+
 def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth: int) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found[id(value)] = value
-    elif not isinstance(value, _OPAQUE) and not callable(value) and id(value) not in seen:
+    elif not isinstance(value, _OPAQUE) and id(value) not in seen and (_HELD.get(type(value)) or not callable(value)):
         seen.add(id(value))
         children, is_container = _children(value)
         if is_container or depth > 0:
@@ -116,10 +137,14 @@ def _search(value: object, found: dict[int, torch.Tensor], seen: set[int], depth
 
 def _children(value: object) -> tuple[Iterable[object], bool]:
     """What ``value`` holds, and whether it is a container rather than some object with attributes."""
+    if held := _HELD.get(type(value)):
+        return held(value), True
     if isinstance(value, Mapping):
         return value.values(), True
     if isinstance(value, tuple | list | set | frozenset):
         return value, True
+    if isinstance(value, Iterator) and not hasattr(value, "__dict__"):
+        return gc.get_referents(value), True  # those of Python's own: to iterate would take its values from it
     leaves = pytree.tree_leaves(value)
     if len(leaves) != 1 or leaves[0] is not value:
         return leaves, True

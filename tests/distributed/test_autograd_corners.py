@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import gc
 import pickle
 from collections.abc import Callable
@@ -549,6 +550,15 @@ OUTPUTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
     "registered pytree in list": (lambda x: [Registered(x)], lambda out: out[0].value),
     "registered pytree in dataclass": (lambda x: DataOutput(Registered(x)), lambda out: out.value.value),
     "deque": (lambda x: collections.deque([x]), lambda out: out[0]),
+    "iterator": (lambda x: iter([None, x]), lambda out: list(out)[1]),
+    "iterator over another one": (
+        lambda x: zip(map(lambda one: one * 2, {"value": x}.values())),
+        lambda out: next(out)[0],
+    ),
+    "generator": (lambda x: (one for one in [x]), next),
+    "method": (lambda x: x.sum, lambda out: out(0)),
+    "partial": (lambda x: functools.partial(torch.add, x, other=x), lambda out: out()),
+    "closure": (lambda x: lambda: x * 2, lambda out: out()),
 }
 
 

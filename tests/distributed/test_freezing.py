@@ -257,6 +257,8 @@ def test_zeroed_gradients_do_not_come_back(  # parity 41
         "sync no_sync weights_to_none sync",
         "sync no_sync weights_to_zero no_sync sync",
         "sync weights_to_zero no_sync sync",
+        "no_sync weights_to_none no_sync sync",
+        "no_sync weights_to_none no_sync look_at_gradients sync",
     ],
 )
 @all_strategies
@@ -337,6 +339,7 @@ def test_a_gradient_stays_where_its_unit_is_frozen(  # parity 42
         "sync freeze_a_weight look_at_gradients sync look_at_gradients",
         "sync freeze look_at_gradients sync look_at_gradients",
         "freeze_a_weight sync look_at_gradients",
+        "freeze_a_weight no_sync thaw_a_weight no_sync sync look_at_gradients",
     ],
 )
 @all_strategies

@@ -16,6 +16,7 @@ What is documented as different is left out, or modelled where the comment names
 - gradients that no_sync keeps local stand beside reduced ones until a synced backward adds them (A-111, C-110): they
   are compared after it, and optimizer, clipping and edits of gradients wait for it;
 - a parameter without a gradient in a unit that has one shows zeros (C-118);
+- a write through `.data` to parameters that are gathered leaves no trace (docs/reliability.md);
 - after an exception in a backward gradients are zeroed (docs/reliability.md, "An exception in a step");
 - a layer is called through its unit (D-128, parity 17), an inner unit once the root has run (D-002);
 - without use_orig_params a unit is frozen as a whole (C-011);
@@ -160,6 +161,7 @@ class Side(Run):
     )  # losses whose backward may come, and if of all units
     forgotten: list[Any] = field(default_factory=list)  # graphs that are alive, but may not be used
     local: bool = False  # there are gradients that no_sync kept local
+    kept: bool = False  # the last backward may have left parameters gathered, for the forward after no_sync
     ran: bool = False  # the root has run
     saved: Any = None
     saved_optimizer: Any = None
@@ -250,6 +252,7 @@ class Side(Run):
             self.graphs = [graph for graph in self.graphs if not any(graph is one for one in chosen)]
         whole = sync and any(of_all for _, of_all in chosen)
         self.local = not sync or (self.local and not whole)
+        self.kept = not sync or (self.kept and not whole)
 
     def do_train(self, skip: int | None, sync: bool) -> Any:
         with self.sync(sync):
@@ -288,6 +291,8 @@ class Side(Run):
                 parameter.grad.mul_(factor)
 
     def do_edit(self, how: str, held: bool) -> None:
+        if how == "data.mul_" and (self.kept or ((self.graphs or self.forgotten) and not held)):
+            raise Illegal  # [Note: What the plain module does otherwise]
         for parameter in self.held() if held else list(self.model.parameters()):
             if how == "data.mul_":
                 parameter.data.mul_(0.75)
@@ -303,7 +308,7 @@ class Side(Run):
 
     def do_freeze(self, block: int, inner: bool, frozen: bool) -> None:
         plan = self.plan(block).plan
-        if self.point.use_orig_params and self.graphs:
+        if self.graphs and (self.point.use_orig_params or self.plan(block).checkpoint is not None):
             raise Illegal  # not mended: a parameter frozen amid a step, in a unit that is trained, gets its gradient
         if not self.point.use_orig_params and plan not in (("nested", "inner") if inner else ("unit", "nested")):
             raise Illegal

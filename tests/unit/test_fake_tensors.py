@@ -58,3 +58,19 @@ def stepped(cls: Any, use_orig_params: bool, precision: str) -> list[Any]:
 def test_steps_of_fake_tensors_have_torchs_shapes(use_orig_params: bool, precision: str) -> None:
     expected = stepped(Upstream, use_orig_params, precision)
     assert stepped(FullyShardedDataParallel, use_orig_params, precision) == expected
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_first_forward_of_real_parameters_under_the_mode_is_refused(use_orig_params: bool) -> None:
+    """What it made would be read as if it had memory."""
+    module = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    model = FullyShardedDataParallel(module, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with pytest.raises(RuntimeError, match="rank 0, unit Sequential: its parameters are real, .* real forward"):
+            model(torch.ones(2, 64))
+    model(torch.ones(2, 64)).sum().backward()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        assert isinstance(model(torch.ones(2, 64)), FakeTensor)
+    model(torch.ones(2, 64)).sum().backward()
+    assert all(type(param.grad) is torch.Tensor for param in model.parameters() if param.numel())

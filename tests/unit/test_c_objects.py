@@ -1,0 +1,82 @@
+"""The objects of fsdp_c._C, used as nobody should: an exception says so, and no more happens."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from fsdp_c import _C
+
+ARGUMENTS: tuple[tuple[Any, ...], ...] = ((), (None,), (0,), ([],), (None, None), (len, (), {}), (None, None, None))
+HANDLE = sorted(name for name in vars(_C.Handle) if callable(vars(_C.Handle)[name]) and not name.startswith("__"))
+UNIT = ["forward", "register_post_backward_hook", "register_pre_backward_hooks", "set_summoning"]
+NOT_INITIALISED = "was not initialised: call its __init__ first"
+
+TWO_IMPORTS = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+
+def steps(model):
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    return [param.grad.norm().item() for param in model.parameters()]
+
+def built(FSDP):
+    torch.manual_seed(0)
+    cpu = torch.device("cpu")
+    return FSDP(nn.Sequential(FSDP(nn.Linear(3, 3), device_id=cpu), nn.Linear(3, 3)), device_id=cpu)
+
+from fsdp_c import _C as first_C, FullyShardedDataParallel as First
+early = built(First)
+expected = steps(built(First))
+for name in [name for name in sys.modules if name.partition(".")[0] == "fsdp_c"]:
+    del sys.modules[name]
+from fsdp_c import _C as second_C, FullyShardedDataParallel as Second
+assert Second is not First and second_C is not first_C and second_C.Unit is first_C.Unit
+assert steps(built(Second)) == steps(early) == steps(built(First)) == expected
+print("same")
+"""
+
+
+@pytest.mark.parametrize(
+    ("of", "name"), [(_C.Handle, name) for name in HANDLE] + [(_C.Unit, name) for name in UNIT], ids=str
+)
+def test_a_method_of_an_object_that_init_has_not_made_says_so(of: type, name: str) -> None:
+    bare = of.__new__(of)
+    said = set()
+    for arguments in ARGUMENTS:
+        try:
+            getattr(bare, name)(*arguments)
+        except (TypeError, RuntimeError) as error:
+            said.add(str(error))
+    assert any(NOT_INITIALISED in words for words in said), said
+
+
+@pytest.mark.parametrize("name", ["sharded_grad", "unsharded_nbytes", "padded_unsharded_flat_param"])
+def test_so_does_an_attribute(name: str) -> None:
+    with pytest.raises(RuntimeError, match=NOT_INITIALISED):
+        getattr(_C.Handle.__new__(_C.Handle), name)
+
+
+def test_pairs_of_optional_units_are_tuples() -> None:
+    with pytest.raises(TypeError, match="expected a pair, got <class 'int'>"):
+        _C.Runtime.__new__(_C.Runtime).set_optional([1])  # type: ignore[list-item]
+
+
+def test_whether_gradients_are_synchronised_cannot_be_deleted() -> None:
+    with pytest.raises(AttributeError, match="cannot be deleted"):
+        del _C.Unit.__new__(_C.Unit).sync_gradients
+
+
+def test_after_a_second_import_models_of_both_train() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_IMPORTS], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "same\n", done.stderr
