@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickletools
 import stat
 import struct
 import zlib
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, _weights_only_unpickler
 from torch.storage import TypedStorage
 
 from fsdp_c.checkpoint.folder import CheckpointError
@@ -36,6 +37,7 @@ _LOCATOR64 = struct.Struct("<IIQI")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _MAX32 = 2**32 - 1
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files of before 1.6 begin
 _READ_NBYTES = 2**20
 
 
@@ -231,6 +233,60 @@ class Archive:
                     yield f"{self.path}: {name} is damaged: its checksum does not match"
 
 
+class LegacyFile(Archive):
+    """A file of torch.save of before 1.6: five pickles, of which the fourth has the values, and then storages."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.records, self.by_key = path, {}, {}
+        self.numels: dict[str, int] = {}
+        with open_file(path) as file:
+            # torch would unpack a tar archive as well
+            _require(file.read(len(_LEGACY)) == _LEGACY, "not a file of torch.save")
+            _, _, self.pickled, keys = (_next_pickle(file) for _ in range(4))  # after the first
+            self.data = file.tell()
+            self.nbytes = file.seek(0, os.SEEK_END)
+        self.keys = _weights_only_unpickler.Unpickler(io.BytesIO(keys)).load()
+
+    def unpickle(self, unpickler: type) -> Any:
+        values = super().unpickle(unpickler)
+        _require(
+            type(self.keys) is list and sorted(self.keys) == sorted(self.by_key),
+            "its storages are not those of its values",
+        )
+        at = self.data
+        with open_file(self.path) as file:
+            for key in self.keys:
+                stored = self.by_key[key]
+                _require(_read(file, at, 8) == self.numels[key].to_bytes(8, "little"), "a storage is of another size")
+                self.by_key[key] = stored._replace(record=stored.record._replace(offset=at + 8))
+                at += 8 + stored.record.nbytes
+        _require(at <= self.nbytes, "it is torn")
+        return values
+
+    def _storage(self, persistent_id: Any) -> TypedStorage:
+        kind, storage_type, key, _, numel, view = persistent_id
+        _require(kind == "storage" and type(key) is str and type(numel) is int, "it refers to something outside")
+        _require(view is None, "a view of a storage, as torch 0.3 saved it")
+        nbytes = numel * storage_type.dtype.itemsize
+        _require(0 <= nbytes <= self.nbytes, f"{numel} elements of {storage_type.dtype} in {self.nbytes} bytes")
+        if key not in self.by_key:
+            self.numels[key] = numel
+            storage = UntypedStorage(nbytes, device="meta")
+            self.by_key[key] = Stored(storage, self.path, Record(0, nbytes, 0), False)
+        return TypedStorage(wrap_storage=self.by_key[key].storage, dtype=storage_type.dtype, _internal=True)
+
+
+def _next_pickle(file: BinaryIO) -> bytes:
+    """The bytes of the pickle that begins here, checked as that of an archive is."""
+    start = file.tell()
+    for _ in pickletools.genops(file):
+        pass
+    content = _read(file, start, file.tell() - start)
+    check_pickle(content)
+    check_values(content)
+    return content
+
+
 def _crc32(file: BinaryIO, record: Record) -> int:
     crc32, left = 0, record.nbytes
     file.seek(record.offset)
@@ -244,11 +300,13 @@ def _crc32(file: BinaryIO, record: Record) -> int:
 
 
 def is_within(tensor: Tensor, stored: StoredByAddress) -> bool:
-    """Whether a tensor is one that ``read_stored`` reads: dense in its record, or without one."""
+    """Whether a tensor is one that ``read_stored`` reads, dense in its record, or has no data."""
     if tensor.layout != torch.strided or tensor.is_quantized:
         return False
     place = stored.get(tensor.untyped_storage()._cdata)
-    available = place.record.nbytes if place else tensor.untyped_storage().nbytes()
+    if place is None:
+        return tensor.is_meta or not tensor.nbytes  # others were made by their size, of whatever lay in memory
+    available = place.record.nbytes
     return tensor.nbytes <= available and (tensor.storage_offset() + _span(tensor)) * tensor.itemsize <= available
 
 
@@ -260,31 +318,53 @@ def _span(tensor: Tensor) -> int:
 
 
 def read_stored(value: Any, stored: StoredByAddress) -> Any:
-    """``value`` with the data of tensors in it, or of itself. CheckpointError for a file that is torn."""
+    """``value`` with the data of tensors in it, which share memory as they did, or of itself.
+
+    CheckpointError for a file that is torn, or a tensor of more elements than are there.
+    """
+    return _read_value(value, stored, None if isinstance(value, Tensor) else {})
+
+
+def _read_value(value: Any, stored: StoredByAddress, read: dict[Any, UntypedStorage] | None) -> Any:
+    """``read``: what was read already, whole; None to read of a record what one tensor needs."""
     if isinstance(value, Tensor):
         place = stored.get(value.untyped_storage()._cdata) if value.is_meta else None
-        return _read_tensor(value.detach(), place) if place else value
+        return _read_tensor(value.detach(), place, stored, read) if place else value
     if isinstance(value, dict):
-        read = {key: read_stored(one, stored) for key, one in value.items()}
-        return read if type(value) is dict else type(value)(read)
+        found = {key: _read_value(one, stored, read) for key, one in value.items()}
+        return found if type(value) is dict else type(value)(found)
     if type(value) is list:
-        return [read_stored(one, stored) for one in value]
+        return [_read_value(one, stored, read) for one in value]
     if isinstance(value, tuple):
-        made = [read_stored(one, stored) for one in value]
+        made = [_read_value(one, stored, read) for one in value]
         if all(one is other for one, other in zip(made, value, strict=True)):
             return value
         return value._make(made) if hasattr(value, "_make") else type(value)(made)
     return value
 
 
-def _read_tensor(tensor: Tensor, place: Stored) -> Tensor:
-    data = torch.empty(_span(tensor) * tensor.itemsize, dtype=torch.uint8, device="cpu")
-    read_into(place.path, place.record.offset + int(tensor.storage_offset()) * tensor.itemsize, data)
+def _read_tensor(
+    tensor: Tensor, place: Stored, stored: StoredByAddress, read: dict[Any, UntypedStorage] | None
+) -> Tensor:
+    if not is_within(tensor, stored):
+        raise CheckpointError(f"{place.path}: a tensor of {tuple(tensor.shape)} has more elements than the file")
+    first, dtype = int(tensor.storage_offset()), tensor.dtype
+    if read is None:
+        storage, first = _read_storage(place, dtype, first, _span(tensor)), 0
+    else:
+        key = place.storage._cdata, dtype
+        if key not in read:
+            read[key] = _read_storage(place, dtype, 0, place.record.nbytes // dtype.itemsize)
+        storage = read[key]
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, first, tensor.shape, tensor.stride())
+
+
+def _read_storage(place: Stored, dtype: torch.dtype, first: int, numel: int) -> UntypedStorage:
+    data = torch.empty(numel * dtype.itemsize, dtype=torch.uint8, device="cpu")
+    read_into(place.path, place.record.offset + first * dtype.itemsize, data)
     if place.is_swapped:
-        data.untyped_storage().byteswap(tensor.dtype)
-    return torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-        data.untyped_storage(), 0, tensor.shape, tensor.stride()
-    )
+        data.untyped_storage().byteswap(dtype)
+    return data.untyped_storage()
 
 
 def read_into(path: Path, offset: int, data: Tensor) -> None:

@@ -19,7 +19,15 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from fsdp_c.checkpoint.folder import CheckpointError, beside, check_path, data_file, new_folder, sync_published
+from fsdp_c.checkpoint.folder import (
+    CheckpointError,
+    absolute,
+    beside,
+    check_path,
+    data_file,
+    new_folder,
+    sync_published,
+)
 from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
@@ -88,7 +96,7 @@ def _new_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def _dcp_folder(path: Path, ranks: int) -> Iterator[DcpSink]:
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     with new_folder(path) as temporary:
         names = [data_file(temporary, path, rank) for rank in range(ranks)]
         with contextlib.ExitStack() as stack:

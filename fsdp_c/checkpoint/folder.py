@@ -75,10 +75,16 @@ def check_path(path: StrPath) -> None:
         raise ValueError(f"{text}: an address; checkpoints are folders of a file system that all ranks share")
 
 
+def absolute(path: StrPath) -> Path:
+    """The same with a name, beside which there is room: links are followed before ``..``, as the system does it."""
+    path = Path(path)
+    return path.resolve() if path.name in ("", "..") else path.parent.resolve() / path.name
+
+
 def check_target(path: StrPath) -> None:
     """Raise ValueError or FileExistsError for a path to which no checkpoint can be saved without loss."""
     check_path(path)
-    folder = Path(os.path.abspath(path))
+    folder = absolute(path)
     if not folder.name:
         raise ValueError(f"{path}: not the path of a checkpoint")
     if os.path.lexists(folder) and not folder.is_dir():

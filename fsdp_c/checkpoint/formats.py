@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint.archives import open_file, read_into
 from fsdp_c.checkpoint.folder import METADATA, CheckpointError, check_path, is_checkpoint, unless_replaced
-from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, TensorEntry, are_disjoint, ints, read_checkpoint
+from fsdp_c.checkpoint.metadata import MAX_DIMS, Checkpoint, TensorEntry, do_tile, ints, read_checkpoint
 from fsdp_c.checkpoint.sources import Info, Source
 from fsdp_c.checkpoint.storage import narrowed, read_object, read_tensor
 from fsdp_c.checkpoint.torch_files import RankFilesSource, TorchSource, holds_parts
@@ -275,11 +275,12 @@ def _halved(dtype: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _whole_shape(path: Path, key: str, parts: list[_Stored]) -> tuple[int, ...]:
+    if len({(part.dtype, len(part.shape)) for part in parts}) != 1:
+        raise CheckpointError(f"{path}: the parts of {key} in {len(parts)} files differ in dtype or dimensions")
     ends = [tuple(o + s for o, s in zip(part.offsets, part.shape, strict=True)) for part in parts]
     shape = tuple(max(each) for each in zip(*ends, strict=True))
-    alike = len({(part.dtype, len(part.shape)) for part in parts}) == 1
-    alike = alike and are_disjoint([(part.offsets, part.shape) for part in parts])
-    if not alike or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+    whole = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    if not whole or not do_tile([(part.offsets, part.shape) for part in parts], shape):
         raise CheckpointError(f"{path}: the parts of {key} in {len(parts)} files do not make one tensor of {shape}")
     return shape
 

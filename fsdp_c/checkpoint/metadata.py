@@ -17,10 +17,10 @@ import reprlib
 import resource
 import weakref
 import zlib
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,6 +35,7 @@ VERSION = 1
 _MAX_METADATA_NBYTES = 8 * 2**30
 MAX_DIMS = 64  # as torch has it for most operations
 _MAX_GAPS = 1000  # in nested lists, whose elements are entries
+_MAX_CORNERS = 2**24  # of boxes, in all: looked at in seconds
 # with another attribute it may be ours with a damaged name, and must not pass for torch's, which has no checksums
 _STORAGE_INFO = {"args", "relative_path", "offset", "length", "transform_descriptors", "piece"}
 
@@ -226,7 +227,6 @@ class _Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.sizes: dict[str, int] = {}
-        self.used: dict[str, int] = defaultdict(int)
 
     def read(self) -> Checkpoint:
         content = self._content()
@@ -311,7 +311,7 @@ class _Reader:
         total = sum(chunk.numel for chunk in chunks)
         _require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
         _require(total * dtype.itemsize <= sum(self.sizes.values()), f"{key} is larger than all files")
-        _require(are_disjoint([(c.offsets, c.sizes) for c in chunks]), f"chunks of {key} overlap")
+        _require(do_tile([(c.offsets, c.sizes) for c in chunks], shape), f"chunks of {key} overlap")
         return TensorEntry(shape, dtype, chunks)
 
     def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
@@ -380,20 +380,21 @@ def strides_fit(sizes: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
-def are_disjoint(boxes: Sequence[Box]) -> bool:
-    """Whether no two boxes have an element in common. Boxes are looked at in the order of their first dimension."""
-    active: list[Box] = []
-    for box in sorted(box for box in boxes if math.prod(box[1])):
-        offsets, sizes = box
-        active = [other for other in active if not offsets or other[0][0] + other[1][0] > offsets[0]]
-        if any(_overlap(box, other) for other in active):
-            return False
-        active.append(box)
-    return True
+def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """Whether boxes within a tensor of ``shape``, which have as many elements as it, have none in common.
 
-
-def _overlap(one: Box, other: Box) -> bool:
-    return all(a < b + t and b < a + s for a, s, b, t in zip(*one, *other, strict=True))
+    In a time that does not grow with their square. ValueError for many boxes in many dimensions.
+    """
+    boxes = [box for box in boxes if math.prod(box[1])]
+    divided = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in boxes)]
+    if len(boxes) << len(divided) > _MAX_CORNERS:
+        raise ValueError(f"{len(boxes)} parts that are divided in {len(divided)} dimensions")
+    # Which corners belong to an odd number of boxes says which elements do. If they are the tensor's own, every element
+    # is in an odd number of boxes, so in one at least; and there are as many elements in boxes as elements.
+    odd: set[tuple[int, ...]] = set()
+    for offsets, sizes in boxes:
+        odd.symmetric_difference_update(product(*((offsets[dim], offsets[dim] + sizes[dim]) for dim in divided)))
+    return not boxes or odd == set(product(*((0, shape[dim]) for dim in divided)))
 
 
 def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict]:

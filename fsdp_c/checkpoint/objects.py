@@ -76,7 +76,7 @@ def pickled(value: object) -> io.BytesIO:
 def load(content: bytes) -> Any:
     """What ``torch.save`` made ``content`` of. See [Note: Names in a pickle]."""
     with names_known():
-        return plain_arrays(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True))
+        return plain_arrays(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True, mmap=False))
 
 
 def reason(error: Exception) -> str:
@@ -249,8 +249,16 @@ def plain_arrays(value: Any) -> Any:
     return _with_plain_arrays(value, {})
 
 
+def _has_its_elements(tensor: Tensor) -> bool:
+    """Whether each has a place of its own, so that who works with them needs no more memory than was read."""
+    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_nested or tensor.layout != torch.strided:
+        return True
+    return tensor.is_meta or tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
 def _with_plain_arrays(value: Any, made: dict[int, Any]) -> Any:
     if id(value) in made or isinstance(value, Tensor):
+        _require(not isinstance(value, Tensor) or _has_its_elements(value), "a tensor of more elements than are there")
         return made.get(id(value), value)
     kind = type(value)
     if kind is _known_of_numpy().get("numpy.ndarray"):

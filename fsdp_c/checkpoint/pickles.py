@@ -122,7 +122,14 @@ _PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 _EMPTY = ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")
 _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS")
 _CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX")
+_LITERALS = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "LIST", "DICT", "FROZENSET")
 _HASHES = ("OBJ", "INST", "FROZENSET", "DICT")
+# they walk through what they are given: a tensor of 2**40 elements, all of them one in memory, has no end
+_WALKING = {"set", "frozenset", "Counter", "OrderedDict", "Size", "struct_time", "struct_rusage"}
+
+
+class _Made(list[Any]):
+    """What was called, with its arguments: it stands for what came out, which may be of any size."""
 
 
 class _Graph:
@@ -159,7 +166,8 @@ class _Graph:
             if name in (*_CALLS, *_HASHES):
                 self.hashed.extend(taken)
             if op.stack_after:
-                stack.append(taken if op.stack_before else argument)
+                value = taken if name in _LITERALS else _Made(taken)
+                stack.append(value if op.stack_before else argument)
 
     def _take(self, op: Any) -> list[Any]:
         if pickletools.markobject not in op.stack_before:
@@ -180,16 +188,26 @@ class _Graph:
 
 
 def _check_call(taken: list[Any]) -> None:
-    """Raise ValueError for what torch's own list of names would let allocate as much as it likes."""
+    """Raise ValueError for what torch's own list of names would let take as much memory or time as it likes."""
     callee, *arguments = taken
+    if any(isinstance(each, _Made) for each in arguments):
+        raise ValueError("it calls something with arguments that another call gave")
     leaves = [one for each in arguments if isinstance(each, list) for one in each]
+    module, _, name = callee.partition(" ") if isinstance(callee, str) else ("", "", "")
+    if name == "_rebuild_from_type_v2" and len(leaves) > 2:
+        _check_call([leaves[0], leaves[2]])  # which it calls
     if callee == "_codecs encode" and leaves[1:] != ["latin1"]:
         raise ValueError("it encodes text in another way than pickle does")
-    module, _, name = callee.partition(" ") if isinstance(callee, str) else ("", "", "")
-    if any(type(each) is int for each in leaves):
-        bare = module.startswith("torch") and name.endswith(("Tensor", "Storage"))
-        if bare or (module, name) in (("builtins", "bytearray"), ("__builtin__", "bytearray")):
-            raise ValueError(f"it makes a {name} by its size alone")
+    if name in _WALKING and any(isinstance(one, _Made) for one in leaves):
+        raise ValueError(f"it makes a {name} of what another call gave")
+    bare = module.startswith("torch") and name.endswith(("Tensor", "Storage")) and leaves
+    if bare or (name == "bytearray" and not all(map(_is_text, leaves))):
+        raise ValueError(f"it makes a {name} by its size alone")
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text or bytes, which protocol 2 writes as a call."""
+    return isinstance(value, (str, bytes)) or (isinstance(value, _Made) and value[:1] == ["_codecs encode"])
 
 
 def check_values(content: bytes) -> None:

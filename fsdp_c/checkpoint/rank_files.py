@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdp_c.checkpoint.archives import Archive, StoredByAddress, read_stored
 from fsdp_c.checkpoint.folder import CheckpointError
-from fsdp_c.checkpoint.metadata import are_disjoint, ints
+from fsdp_c.checkpoint.metadata import do_tile, ints
 from fsdp_c.checkpoint.pickles import Value, dtype_named, is_getattr
 from fsdp_c.sharding.traversal import FLAT_PARAM, is_flat_param_name
 
@@ -170,7 +170,7 @@ def put_together(key: str, values: Sequence[Sharded | None], stored: StoredByAdd
         )
     boxes = [(part.offsets, tuple(part.tensor.shape)) for part in found]
     inside = all(o + s <= whole for box in boxes for o, s, whole in zip(*box, first.shape, strict=True))
-    if not inside or not are_disjoint(boxes):
+    if not inside or not do_tile(boxes, first.shape):
         raise ValueError(f"the parts of {key} do not make a tensor of shape {first.shape}")
     return Parted(first.shape, first.dtype, found)
 

@@ -25,6 +25,7 @@ from fsdp_c import _C
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
     StrPath,
+    absolute,
     check_path,
     check_target,
     new_folder,
@@ -95,7 +96,7 @@ def save(
     which something failed, as where another job is saving to ``path``; the old checkpoint is then as it was. Raises
     ValueError for an address such as "s3://bucket/run", FileExistsError for a file.
     """
-    target, ranks = Path(os.path.abspath(path)), _Ranks(process_group)
+    target, ranks = absolute(path), _Ranks(process_group)
     what = f"saving {target}"
     with ExitStack() as stack:
 

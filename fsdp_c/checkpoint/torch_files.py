@@ -13,15 +13,12 @@ from torch import Tensor, _weights_only_unpickler
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint import objects
-from fsdp_c.checkpoint.archives import Archive, StoredByAddress, is_archive, is_within, open_file, read_stored
+from fsdp_c.checkpoint.archives import Archive, LegacyFile, StoredByAddress, is_archive, is_within, read_stored
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import PathInDict, strides_fit
-from fsdp_c.checkpoint.pickles import check_pickle, check_values
 from fsdp_c.checkpoint.rank_files import Parted, Shape, Sharded, flat_places, is_flat, load_rank_file, put_together
 from fsdp_c.checkpoint.sources import Info
 from fsdp_c.checkpoint.storage import narrowed
-
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how files of before 1.6 begin
 
 
 def holds_parts(path: Path) -> bool:
@@ -32,9 +29,9 @@ def holds_parts(path: Path) -> bool:
     return b"torch.distributed._shard" in described or b"torch.distributed.tensor" in described
 
 
-def _opened(path: Path) -> Archive:
+def _opened(path: Path, kind: type[Archive] = Archive) -> Archive:
     try:
-        return Archive(path)
+        return kind(path)
     except (CheckpointError, OSError):
         raise
     except Exception as error:
@@ -51,12 +48,13 @@ class TorchSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.archive = _opened(path) if is_archive(path) else None
-        self.kind = "torch.save" if self.archive else "torch.save of before 1.6, which is read into memory as a whole"
+        is_new = is_archive(path)
+        self.archive = _opened(path, Archive if is_new else LegacyFile)
+        self.kind = "torch.save" if is_new else "torch.save of before 1.6"
         loaded = self._load()
         if isinstance(loaded, Tensor) or not isinstance(loaded, dict):
             raise CheckpointError(f"{path}: holds {type(loaded).__name__}, not a state dict")
-        self.stored: StoredByAddress = self.archive.stored if self.archive else {}
+        self.stored: StoredByAddress = self.archive.stored
         self.values, paths = _flattened(loaded, path)
         for key, value in self.values.items():
             if isinstance(value, Tensor) and not is_within(value, self.stored):
@@ -69,9 +67,7 @@ class TorchSource:
     def _load(self) -> Any:
         try:
             with objects.names_known():
-                if self.archive:
-                    return objects.plain_arrays(self.archive.unpickle(_weights_only_unpickler.Unpickler))
-                return objects.plain_arrays(_load_legacy(self.path))
+                return objects.plain_arrays(self.archive.unpickle(_weights_only_unpickler.Unpickler))
         except (CheckpointError, OSError):
             raise
         except Exception as error:
@@ -83,7 +79,7 @@ class TorchSource:
         return read_stored(self.values[key], self.stored)
 
     def problems(self) -> Iterator[str]:
-        return self.archive.problems() if self.archive else iter(())
+        return self.archive.problems()
 
     def same_memory(self) -> dict[str, str]:
         """The tensors that share memory with another one, by name."""
@@ -95,23 +91,6 @@ class TorchSource:
                 other = first.setdefault((storage, value.storage_offset(), value.shape, value.stride()), key)
                 shared |= {key: other} if other != key else {}
         return shared
-
-
-def _load_legacy(path: Path) -> Any:
-    with open_file(path) as file:
-        _require_legacy(file.read())
-        file.seek(0)
-        return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _require_legacy(content: bytes) -> None:
-    """Raise ValueError for what is no file of torch.save; torch would unpack a tar archive as well."""
-    if not content.startswith(_LEGACY):
-        raise ValueError("not a file of torch.save")
-    for _ in range(5):  # a magic number, a version, the machine, the values, the names of their storages
-        length = check_pickle(content)
-        check_values(content[:length])
-        content = content[length:]
 
 
 def _flattened(loaded: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, PathInDict]]:

@@ -231,8 +231,8 @@ TOO_DEEP = "is nested too deeply to be saved, or holds itself"
 def mapped_tensors(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
     """``value`` with ``function``, given names and tensors, applied to those in nested dicts and lists.
 
-    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object, ValueError for a
-    dict or list that holds itself.
+    Raises NotImplementedError for a part of a tensor in a tuple, which DCP pickles as one object, and for a tensor that
+    is not one array of numbers; ValueError for a dict or list that holds itself.
     """
     try:
         return _mapped(name, value, function)
@@ -242,6 +242,8 @@ def mapped_tensors(name: str, value: Any, function: Callable[[str, Tensor], obje
 
 def _mapped(name: str, value: Any, function: Callable[[str, Tensor], object]) -> Any:
     if isinstance(value, Tensor):
+        if value.is_quantized or value.is_nested or value.layout != torch.strided:
+            raise NotImplementedError(f"{name}: a sparse, nested or quantized tensor: save the tensors it is made of")
         return function(name, value)
     if isinstance(value, dict):
         return {key: _mapped(f"{name}.{key}", one, function) for key, one in value.items()}

@@ -149,6 +149,20 @@ def test_a_link_and_the_folder_one_is_in_are_saved_to(tmp_path: Path, monkeypatc
     assert sorted(os.listdir(tmp_path)) == ["link", "real"]
 
 
+def test_a_path_is_followed_as_the_system_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``link/..`` is the folder around what the link names."""
+    (tmp_path / "far" / "runs").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/runs")
+    monkeypatch.chdir(tmp_path)
+    for version in (1, 2):
+        save("link/../ckpt", version)
+        assert loaded("link/../ckpt") == loaded("far/ckpt") == version
+    assert cli.main(["convert", "link/../ckpt", "link/../other"]) == 0
+    save("link/..", 3)
+    assert loaded("far") == 3
+    assert sorted(os.listdir(tmp_path)) == ["far", "link"]
+
+
 def as_nobody(work: Callable[[], None]) -> None:
     """Do it in a forked process that has no rights of root's."""
     child = os.fork()

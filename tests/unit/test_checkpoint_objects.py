@@ -278,6 +278,38 @@ def test_the_error_names_key_type_and_a_way_out_and_the_way_out_works(tmp_path):
     assert not other[0].weight.any() and before["0.weight"].any()  # extra is read before anything is changed
 
 
+NO_ARRAYS = {
+    "sparse": torch.eye(2).to_sparse(),
+    "rows": torch.eye(2).to_sparse_csr(),
+    "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+}
+
+
+@pytest.mark.parametrize("kind", NO_ARRAYS)
+def test_a_tensor_that_is_no_array_of_numbers_is_refused_by_name(kind, tmp_path):
+    with pytest.raises(NotImplementedError, match=r"extra\.list\.0: a sparse, nested or quantized tensor"):
+        checkpoint.save(*model(), tmp_path / "a", extra={"list": [NO_ARRAYS[kind]]})
+    with pytest.raises(NotImplementedError, match=r"0\._extra_state\.a: a sparse, nested or quantized tensor"):
+        checkpoint.save(*model({"a": NO_ARRAYS[kind]}), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_within_a_value_that_has_fewer_elements_than_it_says_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="extra.a: tuple cannot be saved .*: a tensor of more elements than are"):
+        checkpoint.save(*model(), tmp_path / "a", extra={"a": (torch.ones(1).expand(3),)})
+    checkpoint.save(*model(), tmp_path / "a", extra={"a": torch.ones(1).expand(3)})
+    assert torch.equal(checkpoint.load(*model(), tmp_path / "a")["a"], torch.ones(3))
+
+
+def test_mapping_files_by_default_is_no_matter(tmp_path):
+    import torch.utils.serialization
+
+    with torch.utils.serialization.config.patch("load.mmap", True):
+        checkpoint.save(*model("own"), tmp_path / "a", extra={"n": 1})
+        assert checkpoint.load(*model(), tmp_path / "a") == {"n": 1}
+
+
 @pytest.mark.parametrize("value", [np.float64(0.1), np.float32(0.1), np.int64(3)], ids=repr)
 def test_what_torch_saved_with_numpy_loads(value, tmp_path):
     own, optimizer = model({"amax": np.ones(3), "when": datetime.date(2026, 1, 1)})

@@ -8,6 +8,7 @@ import math
 import random
 import zipfile
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp_c.checkpoint import pieces
+from fsdp_c.checkpoint.metadata import do_tile
 from fsdp_c.checkpoint.values import RangeTensor, boxes_of, whole_value
 from fsdp_c.state.sharded_values import memory_order
 
@@ -124,3 +126,48 @@ def test_a_range_tensor_says_what_it_is_for_when_computed_with() -> None:
     copy = value.clone()
     value.local.zero_()
     assert copy.local.tolist() == [1, 1, 1] and copy.start == 1
+
+
+# ----------------------------------------------------------------- parts of one tensor
+
+
+def random_boxes(shape: tuple[int, ...], rng: random.Random) -> list[Any]:
+    """Boxes of as many elements as the tensor, within it: they tile it, or are moved from there."""
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(rng.randrange(12)):
+        at, dim = rng.randrange(len(boxes)), rng.randrange(len(shape))
+        offsets, sizes = boxes[at]
+        cut = rng.randrange(sizes[dim] + 1)
+        first = (*sizes[:dim], cut, *sizes[dim + 1 :])
+        second = (*sizes[:dim], sizes[dim] - cut, *sizes[dim + 1 :])
+        boxes[at : at + 1] = [(offsets, first), ((*offsets[:dim], offsets[dim] + cut, *offsets[dim + 1 :]), second)]
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        at = rng.randrange(len(boxes))
+        sizes = boxes[at][1]
+        boxes[at] = (tuple(rng.randrange(w - s + 1) for w, s in zip(shape, sizes, strict=True)), sizes)
+    rng.shuffle(boxes)
+    return boxes
+
+
+def test_parts_tile_a_tensor_where_each_element_is_in_one() -> None:
+    rng, seen = random.Random(0), set()
+    for _ in range(3000):
+        shape = tuple(rng.randrange(1, 6) for _ in range(rng.randrange(1, 4)))
+        boxes = random_boxes(shape, rng)
+        counted = torch.zeros(shape)
+        for offsets, sizes in boxes:
+            counted[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+        assert do_tile(boxes, shape) == bool((counted == 1).all()), (shape, boxes)
+        seen.add((len(boxes) > 4, bool((counted == 1).all())))
+    assert len(seen) == 4
+    assert do_tile([], (0, 3)) and do_tile([((), ())], ()) and do_tile([((0, 0), (0, 3))], (0, 3))
+
+
+@pytest.mark.timeout(60)
+def test_many_parts_are_looked_at_in_a_time_in_proportion() -> None:
+    columns = [((0, at), (2, 1)) for at in range(100_000)]
+    assert do_tile(columns, (2, 100_000))
+    assert not do_tile([*columns[1:], columns[1]], (2, 100_000))
+    halves = [(at, (1,) * 17) for at in itertools.product((0, 1), repeat=17)]
+    with pytest.raises(ValueError, match="131072 parts that are divided in 17 dimensions"):
+        do_tile(halves, (2,) * 17)
