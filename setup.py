@@ -20,6 +20,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -192,10 +193,15 @@ def ask_nvcc(nvcc: str, question: str, pattern: str) -> list[str]:
 
 
 def cuda_of_torch() -> str | None:
-    """The CUDA version of the installed torch, "" for one without, None where there is no torch: read, not imported."""
+    """The CUDA version of the installed torch, "" for one without, None where there is no torch: read, not imported.
+
+    pip builds where the packages of the environment cannot be imported, and installs among them.
+    """
     found = importlib.util.find_spec("torch")
-    version = Path(next(iter(found.submodule_search_locations or [""]), "")) / "version.py" if found else None
-    if version is None or not version.exists():
+    folders = [*(found.submodule_search_locations or ())] if found else []
+    folders += [f"{sysconfig.get_path(name)}/torch" for name in ("platlib", "purelib")]
+    version = next((path for folder in folders if (path := Path(folder, "version.py")).exists()), None)
+    if version is None:
         return None
     match = re.search(r"^cuda\b[^=]*=\s*'([\d.]+)'", version.read_text(), re.MULTILINE)
     return match[1] if match else ""

@@ -190,8 +190,15 @@ class FullyShardedDataParallel(ShardedModule):
     ) -> None:
         super().__init__()
         check_module(module)
+        sharding_strategy = construction.public_strategy(sharding_strategy)
         construction.check_settings(sharding_strategy, mixed_precision, backward_prefetch, cpu_offload)
         construction.check_places(process_group, device_mesh, device_id)
+        construction.check_switches(
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+        )
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy)
         tree = Subtree(module)
@@ -911,7 +918,7 @@ def _tree_error(
 def _check_ready(module: FullyShardedDataParallel, name: str, is_root: bool) -> None:
     """Raise unless ``module``, called ``name`` in errors, can join a tree of units now."""
     where = f"FSDP unit {name!r} on rank {module.rank}"
-    if not is_root and module._is_root:
+    if not is_root and module._decided_is_root:
         raise AssertionError(
             f"Non-root FSDP instance's `_is_root` should not have been set yet: {where} is already the root of a tree "
             "of its own. Run the outermost unit first, or wrap before the first forward"

@@ -110,7 +110,7 @@ static bool offloads(struct storage *storage, const struct tensor_view *compute)
 }
 
 static int init_compute_device(struct storage *storage) {
-    const char *why = "";
+    const char *why = NULL;
     PyObject *like =
         storage_freed_tensor(storage->param->layout.shard_numel, storage->orig_dtype, storage->param->device);
     if (!like)
@@ -124,7 +124,9 @@ static int init_compute_device(struct storage *storage) {
         ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
     bool is_fake = !storage->local_view.data && storage->param->layout.shard_numel > 0;
     storage->kernels = is_fake ? &no_kernels : kernels_of(storage->compute_view.device, &why);
-    if (!storage->kernels)
+    if (storage->kernels)
+        why = storage->kernels->why_not_on(storage->compute_view.device_index);
+    if (!storage->kernels || why)
         return refuse_device(storage, why);
     buffer_fini(&storage->device_shard);
     if (!storage->offload)

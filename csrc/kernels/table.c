@@ -1,6 +1,8 @@
 /* The table of the CPU's kernels. */
 #include "kernels/table.h"
 
+#include <stddef.h>
+
 static enum status scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream) {
     double value = 1.0;
@@ -10,6 +12,11 @@ static enum status scale(const struct tensor_view *tensors, const int64_t *numel
 
 static const char *device_error(void) {
     return "no device";
+}
+
+static const char *why_not_on(int32_t device_index) {
+    (void)device_index;
+    return NULL;
 }
 
 const struct kernel_table cpu_kernels = {
@@ -25,6 +32,7 @@ const struct kernel_table cpu_kernels = {
     .checksums = kernel_checksums,
     .adamw = kernel_adamw,
     .device_error = device_error,
+    .why_not_on = why_not_on,
 };
 
 /* Nothing is computed where there is no memory. */
@@ -97,4 +105,5 @@ const struct kernel_table no_kernels = {
     .checksums = no_checksums,
     .adamw = no_adamw,
     .device_error = device_error,
+    .why_not_on = why_not_on,
 };

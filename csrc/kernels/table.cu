@@ -2,6 +2,8 @@
 #include "kernels/cuda_kernels.h"
 #include "kernels/cuda_launch.h"
 
+#include <stdio.h>
+
 /* ---- errors and devices ---- */
 
 static thread_local cudaError_t last_error = cudaSuccess;
@@ -79,11 +81,46 @@ int64_t cuda_blocks(int64_t num_chunks) {
     return num_chunks < most ? num_chunks : most;
 }
 
+/* ---- which devices ---- */
+
+static __global__ void nothing() {
+}
+
+/* Has the library code for the current device? CUDA loads one that has none, and refuses its launches. */
+static cudaError_t find_code() {
+    cudaFuncAttributes attributes;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, nothing);
+    cuda_status(error);
+    return error;
+}
+
+static const char *cuda_why_not_on(int32_t device_index) {
+    static thread_local int32_t fits = -1;
+    static thread_local char text[256];
+    const struct kernel_stream stream = {nullptr, nullptr, device_index};
+    int major = 0, minor = 0;
+    if (device_index == fits)
+        return nullptr;
+    device_guard guard(&stream);
+    cudaError_t error = guard.status == STATUS_OK ? find_code() : last_error;
+    if (error == cudaSuccess) {
+        fits = device_index;
+        return nullptr;
+    }
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_index);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device_index);
+    snprintf(text, sizeof text,
+             "fsdp_c's CUDA kernels have no code for this GPU, whose compute capability is %d.%d (%s). Build them with "
+             "FSDP_C_CUDA_ARCHS=\"%d%d\" in the environment",
+             major, minor, cudaGetErrorString(error), major, minor);
+    return text;
+}
+
 /* ---- the table ---- */
 
 static const struct kernel_table cuda_kernels = {
     KERNEL_TABLE_VERSION, cuda_pack,    cuda_pack_add,  cuda_cast_divide, cuda_accumulate, cuda_copy_ranges, cuda_fill,
-    cuda_scale,           cuda_unscale, cuda_checksums, cuda_adamw,       cuda_error_text,
+    cuda_scale,           cuda_unscale, cuda_checksums, cuda_adamw,       cuda_error_text, cuda_why_not_on,
 };
 
 /* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */

@@ -7,7 +7,7 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 3 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 4 }; /* a library of another version is not loaded */
 
 struct kernel_table {
     int32_t version;
@@ -34,7 +34,8 @@ struct kernel_table {
                              const struct kernel_stream *stream);
     enum status (*adamw)(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
                          const struct kernel_stream *stream);
-    const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
+    const char *(*device_error)(void);               /* what the device said when this thread last got STATUS_DEVICE */
+    const char *(*why_not_on)(int32_t device_index); /* NULL: this device can run them. The text is the thread's own */
 };
 
 extern const struct kernel_table cpu_kernels;

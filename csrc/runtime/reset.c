@@ -111,13 +111,18 @@ int runtime_await_failed_backward(const struct runtime *runtime) {
     return running < 0 ? -1 : 0;
 }
 
+/* As a forward would, where autograd's thread has not come to it. */
+static int end_failed_backward(struct runtime *runtime) {
+    return runtime_await_failed_backward(runtime) < 0 ? -1 : runtime_reset_after_failed_backward(runtime);
+}
+
 /* In the thread that runs the interpreter's pending calls. The forward's may be another one, which is amid the backward still. */
 static int wait_in_script(void *waiting) {
     struct runtime *runtime = waiting;
     PyObject *object = runtime->object;
     bool is_script = runtime->forward_thread == PyThread_get_thread_ident();
     runtime->script_waits = false;
-    int result = is_script ? runtime_await_failed_backward(runtime) : 0;
+    int result = is_script ? end_failed_backward(runtime) : 0;
     Py_DECREF(object);
     return result;
 }

@@ -111,7 +111,8 @@ void runtime_enter_forward(struct runtime *runtime) {
 }
 
 void runtime_leave_forward(struct runtime *runtime) {
-    runtime->num_in_forward--;
+    if (--runtime->num_in_forward == 0)
+        stream_note_end(&runtime->schedule.streams);
 }
 
 /* ---- its end ---- */

@@ -322,9 +322,9 @@ int schedule_settle(struct schedule *schedule) {
 /* The script may call a backward under another stream than its forward. */
 int schedule_end_backward(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    if (schedule_settle(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0)
+    if (schedule_settle(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0 ||
+        stream_end_backward(streams) < 0)
         return -1;
-    streams->num_former = 0;
     schedule->has_ended = true;
     return 0;
 }

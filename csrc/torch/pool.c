@@ -141,11 +141,29 @@ static int take_piece(struct pool *pool, int64_t nbytes) {
     return pool_leave(pool) < 0 ? -1 : result;
 }
 
+static int empty_cache(void) {
+    PyObject *module = PyImport_ImportModule("torch.cuda");
+    PyObject *done = module ? PyObject_CallMethod(module, "empty_cache", NULL) : NULL;
+    Py_XDECREF(module);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory. */
+static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
+    if (take_piece(pool, nbytes) == 0)
+        return 0;
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError))
+        return -1;
+    PyErr_Clear();
+    return empty_cache() < 0 ? -1 : take_piece(pool, nbytes);
+}
+
 /* Blocks that do not find one are taken each by itself. */
 int pool_grow(struct pool *pool, int64_t nbytes) {
     if (!pool->pool || !nbytes)
         return 0;
-    if (take_piece(pool, nbytes) == 0) {
+    if (take_piece_or_make_room(pool, nbytes) == 0) {
         pool->piece = nbytes;
         return 0;
     }

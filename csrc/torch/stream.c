@@ -109,9 +109,18 @@ static bool is_followed(const struct streams *streams) {
            current == streams->raw[STREAM_COMPUTE];
 }
 
+/* torch numbers its own streams; the number of one that it has only been told of is the driver's handle. */
+static int note_external(struct streams *streams) {
+    PyObject *number = PyObject_GetAttrString(streams->objects[STREAM_COMPUTE], "stream_id");
+    void *handle = number ? PyLong_AsVoidPtr(number) : NULL;
+    streams->is_external = handle && handle == streams->raw[STREAM_COMPUTE];
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
 static int adopt_current(struct streams *streams) {
-    return adopt_stream(streams, STREAM_COMPUTE,
-                        PyObject_CallMethod(streams->cuda, "current_stream", "O", streams->device));
+    PyObject *stream = PyObject_CallMethod(streams->cuda, "current_stream", "O", streams->device);
+    return adopt_stream(streams, STREAM_COMPUTE, stream) < 0 ? -1 : note_external(streams);
 }
 
 /* Whether a CUDA graph is made of what is enqueued there. */
@@ -130,12 +139,16 @@ static void add_former(struct streams *streams, void *raw) {
 /* A capture takes no wait for what is outside of it; whoever begins one has synchronised the device. */
 static int hand_over(struct streams *streams) {
     void *former = streams->raw[STREAM_COMPUTE];
-    bool was_capturing = is_capturing(streams);
-    if (record_on(streams, STREAM_COMPUTE, &streams->followed) < 0 || adopt_current(streams) < 0)
+    bool has_ended = streams->has_ended;
+    bool was_capturing = !has_ended && is_capturing(streams);
+    streams->has_ended = false;
+    if ((!has_ended && record_on(streams, STREAM_COMPUTE, &streams->followed) < 0) || adopt_current(streams) < 0)
         return -1;
     if (is_capturing(streams) && !was_capturing)
         return 0;
-    add_former(streams, former);
+    streams->left_ended = streams->left_ended || has_ended;
+    if (!has_ended)
+        add_former(streams, former);
     return wait_on(streams, STREAM_COMPUTE, streams->followed);
 }
 
@@ -143,8 +156,12 @@ static int hand_over(struct streams *streams) {
  * hook under the stream that was current when its anchor was made. */
 int stream_follow(struct streams *streams) {
     bool pushed;
-    if (!streams_are_real(streams) || streams->entered || is_followed(streams))
+    if (!streams_are_real(streams) || streams->entered)
         return 0;
+    if (is_followed(streams)) {
+        streams->has_ended = false;
+        return 0;
+    }
     if (!streams->objects[STREAM_COMPUTE])
         return adopt_current(streams);
     if (push_context(streams, &pushed) < 0)
@@ -171,6 +188,28 @@ int stream_give_back(struct streams *streams) {
     int result = is_capturing(streams) ? 0 : give_back(streams); /* a graph has memory of its own */
     pop_context(pushed);
     return result;
+}
+
+int stream_end_backward(struct streams *streams) {
+    bool waits = streams->left_ended && !is_capturing(streams);
+    streams->num_former = 0;
+    streams->left_ended = false;
+    if (waits && (stream_record(streams, STREAM_COMPUTE, &streams->followed) < 0 ||
+                  stream_synchronize(streams, streams->followed) < 0))
+        return -1;
+    stream_note_end(streams);
+    return 0;
+}
+
+void stream_note_end(struct streams *streams) {
+    bool pushed;
+    if (!streams->is_external || PyErr_Occurred())
+        return;
+    if (push_context(streams, &pushed) == 0) {
+        streams->has_ended = !is_capturing(streams) && record_on(streams, STREAM_COMPUTE, &streams->followed) == 0;
+        pop_context(pushed);
+    }
+    PyErr_Clear();
 }
 
 /* To set a stream makes its device the current one. */

@@ -37,6 +37,9 @@ struct streams {
     void *
         former[MOST_FORMER]; /* raw; what was the compute stream before, the last ones, since the last backward ended */
     int num_former;
+    bool is_external; /* the compute stream is none of torch's: the script may destroy it between steps */
+    bool has_ended;   /* such a one was given nothing since `followed` was recorded there */
+    bool left_ended;  /* such a one was the compute stream before, since the last backward ended */
 };
 
 /* `device` is a torch.device. 0, or -1 with an exception and `streams` zeroed. */
@@ -54,6 +57,11 @@ static inline bool streams_are_real(const struct streams *streams) {
 int stream_follow(struct streams *streams);
 /* What was the compute stream before waits for what is now: memory that was taken there has been used and given back here. */
 int stream_give_back(struct streams *streams);
+/* What was the compute stream before is forgotten; the host waits in the place of one that the script may have destroyed. */
+int stream_end_backward(struct streams *streams);
+/* The root's forward, or a backward, is over: an external compute stream is asked nothing from now on. Nothing where an exception is
+ * set; never sets one. */
+void stream_note_end(struct streams *streams);
 /* Work is enqueued there from now on; from there, another role's stream may be entered. */
 int stream_enter(struct streams *streams, enum stream_role role);
 int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */

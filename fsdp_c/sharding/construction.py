@@ -22,6 +22,7 @@ from fsdp_c.compat.upstream import (
     BackwardPrefetch,
     CPUOffload,
     FSDPExtensions,
+    HandleShardingStrategy,
     MixedPrecision,
     ShardingStrategy,
     _FSDPState,
@@ -38,6 +39,11 @@ T = TypeVar("T")
 # ---- arguments of the wrong type
 
 
+def public_strategy(strategy: ShardingStrategy | HandleShardingStrategy | None) -> ShardingStrategy | None:
+    """What users pass, for the handle's own name of it as well, which torch takes where a group has one rank."""
+    return ShardingStrategy[strategy.name] if isinstance(strategy, HandleShardingStrategy) else strategy
+
+
 def check_settings(
     strategy: object, mixed_precision: object, backward_prefetch: object, cpu_offload: object = None
 ) -> None:
@@ -51,6 +57,13 @@ def check_settings(
         _check_dtypes(mixed_precision)
     if cpu_offload:
         _check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True)")
+
+
+def check_switches(**switches: object) -> None:
+    """TypeError for text where something is on or off, of which every one that is not empty is true."""
+    for name, value in switches.items():
+        if isinstance(value, str):
+            raise TypeError(f"{name} must be True or False, not str {value!r}: pass for instance {name}=True")
 
 
 def check_places(process_group: object, device_mesh: object, device_id: object) -> None:

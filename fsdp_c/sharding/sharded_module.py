@@ -53,6 +53,7 @@ class ShardedModule(nn.Module, _FSDPState):
     _fully_sharded_module_to_handle: dict[nn.Module, FlatParamHandle]
     _enclosing: weakref.ref[ShardedModule] | None  # the unit around this one
     _said_is_root: bool | None  # there once a client has written _is_root
+    _was_summoned: bool  # there once summon_full_params has shown the tree, which makes it one to torch
     _segments: Sequence[ShardedModule] = ()  # one for each further flat parameter, see fsdp_c/sharding/segments.py
     _flat_param_name: str = FLAT_PARAM  # under which the wrapped module registers the flat parameter
     _exec_order_data: PrefetchLimits  # from lazy initialisation on, it is the root's
@@ -160,17 +161,28 @@ class ShardedModule(nn.Module, _FSDPState):
         """Whether this is the root of a tree that has run; None before. Clients write it, between steps.
 
         None lets the next forward of a tree decide anew. False lets an outer unit become the root of one that was used
-        by itself, until when it is remembered, as True is: which unit runs as the root does not change by it.
+        by itself, until when it is remembered, as True is: which unit runs as the root does not change by it. After
+        summon_full_params it is what check_is_root() says.
         """
-        return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
+        decided = self._decided_is_root
+        return self._is_outermost() if decided is None and "_was_summoned" in vars(self) else decided
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
         refuse_torchs_runtime(unit_name(self.module))
+        vars(self).pop("_was_summoned", None)
         if value is None and self.training_state == TrainingState.IDLE:
             self._reset_lazy_init()
         else:
             self._said_is_root = value
+
+    @property
+    def _decided_is_root(self) -> bool | None:
+        """As a step or a client has decided it, None where neither has."""
+        return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
+
+    def _is_outermost(self) -> bool:
+        return self._enclosing is None or self._enclosing() is None
 
     @property
     def _post_backward_callback_queued(self) -> bool:
@@ -201,9 +213,8 @@ class ShardedModule(nn.Module, _FSDPState):
 
         Asking decides nothing.
         """
-        if self._is_root is not None:
-            return self._is_root
-        return self._enclosing is None or self._enclosing() is None
+        decided = self._decided_is_root
+        return self._is_outermost() if decided is None else decided
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """ValueError unless the unit is in the given state, or in one of them."""
@@ -273,6 +284,22 @@ def whole_units_of(module: nn.Module) -> list[ShardedModule]:
 def parts_of(fsdp_module: ShardedModule) -> list[ShardedModule]:
     """A unit and its segments: one for each of its flat parameters."""
     return [fsdp_module, *fsdp_module._segments]
+
+
+def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]:
+    """The units around ``fsdp_module`` that hold parameters of modules inside of it, as modules elsewhere share them
+    (parity 33), and the names of those from each."""
+    inside: set[nn.Module] = set()
+    found: dict[ShardedModule, list[str]] = {}
+    outer = fsdp_module._enclosing() if fsdp_module._enclosing is not None else None
+    while outer is not None:
+        inside = inside or set(fsdp_module.modules())
+        for part in parts_of(outer):
+            params = [] if part._handle is None else part._handle.managed_params
+            if names := [param.fqn for param in params if param.module in inside]:
+                found[part] = names
+        outer = outer._enclosing() if outer._enclosing is not None else None
+    return found
 
 
 # ----------------------------------------------------------------- by the module that they wrap

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -33,13 +34,15 @@ from fsdp_c.compat.upstream import (
     StateDictType,
 )
 from fsdp_c.sharding import common
-from fsdp_c.sharding.sharded_module import ShardedModule, parts_of, units_of
+from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, parts_of, units_of
 from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit
+from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
 from fsdp_c.state.state_dict_saving import (
     full_values,
     full_values_shown,
     is_dropped,
+    is_summoned,
     names_shown,
     put_full_values,
     put_local_value,
@@ -222,6 +225,7 @@ def saving(fsdp_module: ShardedModule) -> Iterator[None]:
     if _saving.outermost is not None:
         yield
         return
+    _refuse_part_of_shared(fsdp_module)
     if _copies_on_every_rank(fsdp_module):
         warn_of_copies(stacklevel=5)
     _saving.outermost, _saving.values = fsdp_module, {}
@@ -242,6 +246,18 @@ def held(fsdp_module: ShardedModule) -> Iterator[None]:
     finally:
         if runtime is not None and held_here:
             runtime.let_go()
+
+
+def _refuse_part_of_shared(fsdp_module: ShardedModule) -> None:
+    """RuntimeError where the dict would have a shard, or nothing, of a parameter that a unit around this one holds."""
+    for holder, names in holders_around(fsdp_module).items():
+        if not is_summoned(holder):
+            around = unit_name(holder._whole.module)
+            raise RuntimeError(
+                f"rank {fsdp_module.rank}, unit {unit_name(fsdp_module.module)}: {first_names(names)} of {around} are "
+                f"parameters of it that modules elsewhere share, and {around} holds them. Take the state dict of that "
+                "unit, or call this within summon_full_params() of it"
+            )
 
 
 def _copies_on_every_rank(fsdp_module: ShardedModule) -> bool:

@@ -13,7 +13,14 @@ from fsdp_c import _C
 from fsdp_c.compat.upstream import ShardingStrategy
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, is_sharded_module, parts_of, units_of
+from fsdp_c.sharding.sharded_module import (
+    ShardedModule,
+    handle_of,
+    holders_around,
+    is_sharded_module,
+    parts_of,
+    units_of,
+)
 from fsdp_c.sharding.wrap import unit_name
 
 
@@ -29,6 +36,7 @@ def summon_full_params(
     """See FullyShardedDataParallel.summon_full_params."""
     if recurse:
         fsdp_modules = units_of(module)
+        fsdp_modules = [*_idle_holders_around(fsdp_modules), *fsdp_modules]
     else:
         fsdp_modules = parts_of(module) if is_sharded_module(module) else []
     for fsdp_module in fsdp_modules:
@@ -38,9 +46,21 @@ def summon_full_params(
             stack.enter_context(common.bound_runtime(fsdp_module))
         for fsdp_module in fsdp_modules:
             _check_state(fsdp_module)
+            if recurse:
+                fsdp_module._was_summoned = True
         for fsdp_module in fsdp_modules:
             stack.enter_context(_summon_unit(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads))
         yield
+
+
+def _idle_holders_around(fsdp_modules: list[ShardedModule]) -> list[ShardedModule]:
+    """The units around these that hold parameters of theirs, unless those are shown already."""
+    members = set(fsdp_modules)
+    found: dict[ShardedModule, None] = {}
+    for fsdp_module in fsdp_modules:
+        if fsdp_module._enclosing is not None and fsdp_module._enclosing() not in members:
+            found.update(dict.fromkeys(holders_around(fsdp_module)))
+    return [holder for holder in found if handle_of(holder).training_state == _C.USE_IDLE]
 
 
 def _check_arguments(

@@ -127,14 +127,14 @@ def test_steps_go_on_when_the_pool_can_grow_no_further() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.empty(2**28, dtype=torch.uint8, device=GPU)  # freed at once, and kept by torch's allocator
     total = torch.cuda.get_device_properties(GPU).total_memory
-    retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    before = torch.cuda.memory_stats()["num_ooms"]
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
     try:
         step(model)
         torch.cuda.synchronize()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.memory_stats()["num_alloc_retries"] > retries  # it was in need
+    assert torch.cuda.memory_stats()["num_ooms"] > before  # of a pool that could not grow
 
 
 @both_views
@@ -164,8 +164,8 @@ POLICIES: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def let_go_late() -> Iterator[Any]:
+@pytest.fixture(params=[0.02, 0.2], ids=["late", "later than the script waits"])
+def let_go_late(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Autograd's own thread lets go of a backward that has raised when the script is on its way already.
 
     ``raises`` is a hook of tensors; as long as it is amid its list, nothing of that backward goes.
@@ -174,7 +174,7 @@ def let_go_late() -> Iterator[Any]:
 
     def raises(gradient: Tensor) -> None:
         held.extend(one for one in gc.get_objects() if type(one).__name__ == "Hook")
-        threading.Timer(0.02, held.clear).start()
+        threading.Timer(request.param, held.clear).start()
         raise ArithmeticError("in backward")
 
     yield raises
@@ -200,7 +200,7 @@ def test_an_optimizer_after_a_failed_backward_finds_the_gradients_of_before(stra
     optimizer.register_step_pre_hook(lambda *_: seen.extend(param.grad for param in params))
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(0.1)
+    time.sleep(0.3)
     assert [one is other for one, other in zip(seen, gradients, strict=True)] == [True] * len(params)
     assert [param.grad for param in params] == [None] * len(params)
 

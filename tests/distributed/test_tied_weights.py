@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,53 @@ def test_state_dicts_of_every_type_come_back(
         twin = plain()
         twin.load_state_dict(state)
         assert_same(dict(twin.state_dict()), trained)
+
+
+class Whole(nn.Module):
+    """A weight of the body is the head's, too, so that the root holds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Pair()
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.body.second.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+
+def whole(use_orig_params: bool) -> tuple[Whole, FSDP]:
+    torch.manual_seed(0)
+    plain_model = Whole().to(device())
+    kwargs: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Pair}), "use_orig_params": use_orig_params}
+    return plain_model, FSDP(copy.deepcopy(plain_model), device_id=device(), **kwargs)
+
+
+@both_views
+@on_ranks(2)
+def test_full_params_of_a_unit_have_those_that_a_unit_around_it_holds(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    expected, model = whole(use_orig_params)
+    body = model.module.body
+    for _ in range(2):
+        with FSDP.summon_full_params(body):
+            assert_same(dict(body.module.named_parameters()), dict(expected.body.named_parameters()))
+            with torch.no_grad():
+                body.second.weight.mul_(2)
+                expected.body.second.weight.mul_(2)
+    assert_same(full_state(model), expected.state_dict())
+
+
+@pytest.mark.parametrize("kind", STATE_DICTS, ids=lambda kind: kind.name)
+@both_views
+@on_ranks(2)
+def test_state_dicts_of_a_unit_lack_nothing_that_a_unit_around_it_holds(
+    rank: int, world_size: int, use_orig_params: bool, kind: StateDictType
+) -> None:
+    expected, model = whole(use_orig_params)
+    with FSDP.state_dict_type(model, kind), pytest.raises(RuntimeError, match="body.second.weight'] of Whole"):
+        model.module.body.state_dict()
+    with FSDP.summon_full_params(model):
+        assert_same(model.module.body.state_dict(), expected.body.state_dict())
+    assert_same(full_state(model), expected.state_dict())
 
 
 @pytest.mark.parametrize("kind", STATE_DICTS[:2], ids=lambda kind: kind.name)

@@ -151,7 +151,10 @@ enum {
     cudaSuccess = 0,
     cudaErrorInvalidDevice = 101,
     cudaErrorNotSupported = 801,
-    cudaDevAttrMultiProcessorCount = 16
+    cudaErrorNoKernelImageForDevice = 209,
+    cudaDevAttrMultiProcessorCount = 16,
+    cudaDevAttrComputeCapabilityMajor = 75,
+    cudaDevAttrComputeCapabilityMinor = 76
 };
 #define CUDART_VERSION 13000
 enum { cudaEnableDefault = 0 };
@@ -200,9 +203,16 @@ inline cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **fun
 inline cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, int, cudaDriverEntryPointQueryResult *) {
     return emulated_entry_point(name, function);
 }
-inline cudaError_t cudaDeviceGetAttribute(int *value, int, int) {
-    *value = emulated_processors;
+inline cudaError_t cudaDeviceGetAttribute(int *value, int attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount      ? emulated_processors
+             : attribute == cudaDevAttrComputeCapabilityMajor ? 7
+                                                              : 5;
     return cudaSuccess;
+}
+struct cudaFuncAttributes {};
+inline int emulated_device_without_code = EMULATED_NO_DEVICE;
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *, void (*)()) {
+    return emulated_device == emulated_device_without_code ? cudaErrorNoKernelImageForDevice : cudaSuccess;
 }
 inline cudaError_t cudaGetLastError() {
     cudaError_t error = emulated_launch_error;

@@ -566,6 +566,17 @@ static void test_a_refused_launch_is_told(void) {
     CHECK_EQUAL(table->fill(values.data, DTYPE_FLOAT32, 10, 1.0, &on_gpu), STATUS_OK);
 }
 
+static void test_a_device_of_another_architecture_is_told_by_name(void) {
+    emulated_device_without_code = 1;
+    CHECK(table->why_not_on(0) == nullptr);
+    const char *why = table->why_not_on(1);
+    CHECK(why && strstr(why, "7.5") && strstr(why, "FSDP_C_CUDA_ARCHS=\"75\""));
+    CHECK_EQUAL(emulated_device, 0);
+    CHECK(table->why_not_on(0) == nullptr);
+    emulated_device_without_code = EMULATED_NO_DEVICE;
+    CHECK(table->why_not_on(1) == nullptr); /* what was refused is asked again */
+}
+
 static void test_a_large_tensor_is_taken_in_strides_of_the_grid(void) {
     enum { NUMEL = 700000 };
     memory input(DTYPE_BFLOAT16, NUMEL), expected(DTYPE_FLOAT32, NUMEL), actual(DTYPE_FLOAT32, NUMEL, 1);
@@ -621,6 +632,7 @@ int main(void) {
     RUN(test_nothing_to_do_is_no_launch);
     RUN(test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one);
     RUN(test_a_refused_launch_is_told);
+    RUN(test_a_device_of_another_architecture_is_told_by_name);
     RUN(test_a_large_tensor_is_taken_in_strides_of_the_grid);
     RUN(test_a_cast_moves_vectors_where_both_sides_can);
     RUN(test_16_mebibytes_are_work_for_every_processor);

@@ -59,6 +59,14 @@ int give_back(void) {
     return stream_give_back(&streams);
 }
 
+void note_end(void) {
+    stream_note_end(&streams);
+}
+
+int end_backward(void) {
+    return stream_end_backward(&streams);
+}
+
 int enter(int role) {
     return stream_enter(&streams, (enum stream_role)role);
 }

@@ -39,6 +39,7 @@ class Cuda(ModuleType):
         self.make_current(stream)
 
     def make_current(self, stream: Any) -> None:
+        vars(stream).setdefault("stream_id", 1)
         self.current = stream
         self.library.make_current(ctypes.c_void_p(stream.cuda_stream))
 
@@ -54,6 +55,9 @@ class Cuda(ModuleType):
 
     def device(self, device: Any) -> Any:
         return Entered(self, "device", device.index)
+
+    def empty_cache(self) -> None:
+        self.said.append("empty_cache")
 
     def MemPool(self) -> str:
         self.said.append(("MemPool", self.now))
@@ -201,6 +205,27 @@ def a_hook_under_another_stream_is_that_streams(folder: str) -> None:
     library.finish()
 
 
+def a_stream_that_the_script_may_have_destroyed_is_asked_nothing(folder: str) -> None:
+    """One whose number is its handle is none of torch's. Once a step under it has ended it may be gone."""
+    library, driver, cuda = started(folder, 0, 0)
+    cuda.make_current(SimpleNamespace(cuda_stream=150, stream_id=150, device_index=0))
+    library.follow()
+    library.note_end()
+    assert calls(driver)[-1].startswith("record event 1 stream 150")
+    cuda.make_current(SimpleNamespace(cuda_stream=160, device_index=0))
+    library.follow()
+    assert [call.split(" context")[0] for call in calls(driver)] == ["wait event 1 stream 160"]
+    library.give_back()
+    said = [call.split(" context")[0] for call in calls(driver)]
+    assert said == ["record event 1 stream 160", "wait event 1 stream 0"], said
+    library.end_backward()
+    said = [call.split(" context")[0] for call in calls(driver)]
+    assert said == ["record event 1 stream 160", "synchronize event 1 stream 0"], said
+    library.end_backward()
+    assert calls(driver) == []
+    library.finish()
+
+
 def streams_that_were_left_wait_for_the_one_that_used_their_memory(folder: str) -> None:
     """Each once, and not the one that is current again."""
     library, driver, cuda = started(folder, 0, 0)
@@ -285,7 +310,8 @@ def a_device_without_room_for_a_piece_is_no_error_and_another_one_is(folder: str
             assert library.grow_pool(2**30) == 0 and error is RuntimeError and not library.pool_has(2**21)
         except KeyError:
             assert error is KeyError
-    assert cuda.said == [("enter", "pool"), ("leave", "pool")] * 2, cuda.said
+    tries = [("enter", "pool"), ("leave", "pool")]
+    assert cuda.said == [*tries, "empty_cache", *tries, *tries], cuda.said
     library.finish()
 
 
@@ -328,6 +354,7 @@ CASES = {
         a_thread_without_context_gets_none_of_another_device,
         a_step_under_another_stream_comes_after_the_one_before,
         a_hook_under_another_stream_is_that_streams,
+        a_stream_that_the_script_may_have_destroyed_is_asked_nothing,
         streams_that_were_left_wait_for_the_one_that_used_their_memory,
         the_pool_is_entered_and_left,
         a_piece_is_taken_inside_the_pool_and_free_at_once,

@@ -50,10 +50,12 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.utils.checkpoint import checkpoint
 
+from tests.models import WIDTH
 from tests.parity.engine import OPTIMIZERS, Point, Run, implementation
 from tests.ranks import device
 
 BATCH = 3
+WIDER = WIDTH - 5  # than the usual sizes: units above 1 MiB lie in the pool's piece on a GPU
 LENGTHS = (6, 12)  # operations in a program, before those that the rules above insert
 LOW_PRECISION = ("bf16_reduce_fp32", "bf16")  # parameters are cast
 KINDS = ("mlp", "norm", "embedding", "conv", "channels_last", "tied", "single")
@@ -116,7 +118,7 @@ def generate(seed: int) -> Program:
     blocks = tuple(_block(rng, orig, strategy) for _ in range(rng.randint(2, 4)))
     program = Program(
         seed=seed,
-        width=rng.choice((3, 5, 6, 9)),
+        width=rng.choice((3, 5, 6, 9)) + WIDER,
         blocks=blocks,
         tied_head=rng.random() < 0.3,
         point=Point("random", strategy, orig, precision, rng.choice(tuple(OPTIMIZERS))),
@@ -145,7 +147,7 @@ def _block(rng: random.Random, orig: bool, root_strategy: str) -> BlockPlan:
     mode = rng.choice((None, None, None, "reentrant", "nonreentrant"))
     if plan in ("none", "inner") and mode == "reentrant":
         mode = "nonreentrant"
-    return BlockPlan(kind, rng.choice((1, 2, 7, 11)), plan, strategy, frozen, mode)
+    return BlockPlan(kind, rng.choice((1, 2, 7, 11)) + WIDER, plan, strategy, frozen, mode)
 
 
 class _Sequence:

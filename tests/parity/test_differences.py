@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.func import functional_call
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -877,3 +878,35 @@ def test_row_46_a_parameter_with_gaps_in_memory_is_dense_once_wrapped(rank: int,
     with pytest.raises(RuntimeError, match="out of bounds for storage"):
         wrap("torch", sliced())
     assert torch.equal(wrap("fsdp_c", sliced())(batch(rank)), sliced()(batch(rank)))
+
+
+@on_ranks(2)
+def test_row_30_gradients_of_transposed_parameters_lie_as_those_do(rank: int, world_size: int) -> None:
+    own, contiguous = (1, WIDTH + 1), (WIDTH, 1)
+    strides = {}
+    for which in BOTH:
+        layer = nn.Linear(WIDTH, WIDTH + 1)
+        layer.weight = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
+        model = wrap(which, layer, strategy="NO_SHARD")
+        model(batch(rank)).sum().backward()
+        (weight,) = (param for param in model.parameters() if param.ndim == 2)
+        strides[which] = weight.stride(), weight.grad.stride()
+    assert strides == {"torch": (own, contiguous), "fsdp_c": (own, own)}
+
+
+class CalledWithOthers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional_call(self.layer, {"weight": 2 * self.layer.weight, "bias": 1 + self.layer.bias}, (x,))
+
+
+@on_ranks(2)
+def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int, world_size: int) -> None:
+    expected, own = CalledWithOthers()(batch(rank)), CalledWithOthers().layer(batch(rank))
+    found = {which: wrap(which, CalledWithOthers())(batch(rank)) for which in BOTH}
+    assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
+    assert torch.equal(found["fsdp_c"], expected)

@@ -174,6 +174,25 @@ def step_under_streams_that_end(trainer: Trainer) -> None:
         del stream
 
 
+def step_under_streams_that_are_destroyed(trainer: Trainer) -> None:
+    """The driver has the script's own streams in torch's places, each for one step and a look at the model."""
+    driver = device_library()
+    trainer.step()
+    for _ in range(3):
+        handle = ctypes.c_void_p()
+        assert driver.cuStreamCreate(ctypes.byref(handle), 0) == 0
+        assert handle.value is not None
+        stream = torch.cuda.ExternalStream(handle.value)
+        with after_current(stream):
+            trainer.step()
+            with torch.no_grad():
+                trainer.forward()
+        torch.cuda.current_stream().wait_stream(stream)
+        del stream
+        assert driver.cuStreamDestroy_v2(handle) == 0
+        trainer.step()
+
+
 def step_in_a_pool(trainer: Trainer) -> None:
     """The script takes the memory of a step from a pool of its own."""
     pool = torch.cuda.MemPool()
@@ -202,6 +221,11 @@ OWN: dict[str, tuple[Body, dict[str, Any]]] = {
     "two streams, bf16": (step_under_two_streams, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "two streams, evaluate": (evaluate_under_two_streams, {"limit_all_gathers": False}),
     "streams that end, bf16": (step_under_streams_that_end, {"limit_all_gathers": False, "mixed_precision": BF16}),
+    "streams that are destroyed": (step_under_streams_that_are_destroyed, {"limit_all_gathers": False}),
+    "streams that are destroyed, bf16": (
+        step_under_streams_that_are_destroyed,
+        {"limit_all_gathers": False, "mixed_precision": BF16},
+    ),
     "deterministic": (train_deterministically, {"limit_all_gathers": False}),
     "deterministic, bf16": (train_deterministically, {"limit_all_gathers": False, "mixed_precision": BF16}),
     "in a pool, bf16": (step_in_a_pool, {"limit_all_gathers": False, "mixed_precision": BF16}),

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c.wrap import reshard_after_forward
 from tests import simulated_gpu as device
+from tests.models import HIDDEN, WIDTH
 from tests.ranks import on_ranks
 from tests.simulated_gpu import races
 
@@ -60,7 +61,8 @@ ON_NODES += [
 
 def twin_of(model: Model) -> Model:
     """Of odd sizes, so that flat parameters are padded; the more blocks, the more there are."""
-    return replace(model, width=6, hidden=7, heads=1, blocks=model.blocks // 8, sequence=4, vocabulary=11)
+    sizes = {"width": WIDTH // 2 * 2 + 2, "hidden": HIDDEN, "blocks": model.blocks // 8, "vocabulary": 11}
+    return replace(model, heads=1, sequence=4, **sizes)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -114,6 +114,21 @@ assert torch.cuda.memory_reserved() == before, (before, torch.cuda.memory_reserv
 """)
 
 
+def test_what_others_have_freed_makes_room_for_what_steps_gather() -> None:
+    """Before the first step it fills the device, and the piece has no other place."""
+    run("""
+model, batch = wrap(nn.Linear(4096, 4096, device="cuda")), torch.empty(16, 4096, device="cuda")
+torch.empty(2**30, dtype=torch.uint8, device="cuda")
+assert torch.cuda.memory_reserved() > 2**30
+total = torch.cuda.get_device_properties(0).total_memory
+torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / total)
+with memory() as taken:
+    forward_backward()
+largest = max(block.nbytes for block in taken.segments.values() if block.in_pool)
+assert largest >= 4 * (4096 * 4096 + 4096), largest  # what the last reduction reads as well
+""")
+
+
 @pytest.mark.parametrize("conf", ["", "max_split_size_mb:21"])
 def test_a_segment_that_the_allocator_may_not_split_is_given_back(conf: str) -> None:
     """Then what steps gather has segments of its own, and empty_cache() leaves nothing idle beside them."""

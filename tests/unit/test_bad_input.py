@@ -71,6 +71,11 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         ValueError,
         "rank 1 is not in process_group: wrap the module on the ranks of the group only",
     ),
+    "text for a switch": (
+        lambda: {"use_orig_params": "False"},
+        TypeError,
+        "use_orig_params must be True or False, not",
+    ),
     "mesh": (lambda: {"device_mesh": "cpu"}, TypeError, "not str 'cpu': pass for instance init_device_mesh"),
     "device": (lambda: {"device_id": [0]}, TypeError, "device_id .* not list \\[0\\]: pass for instance torch.device"),
     "device name": (lambda: {"device_id": "gpu"}, RuntimeError, "'gpu' on rank 1 names no device here.*leave it out"),

@@ -22,6 +22,7 @@ import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision, ShardingStrategy
 from fsdp_c.api import TrainingState
+from fsdp_c.flat_param import HandleShardingStrategy
 from fsdp_c.sharding.traversal import clean_name
 from fsdp_c.wrap import ModuleWrapPolicy
 
@@ -460,6 +461,28 @@ def test_asking_for_the_root_decides_nothing() -> None:
     assert model.check_is_root() and not model.second.check_is_root()
     assert FSDP.fsdp_modules(model, root_only=True) == [model]
     assert model._is_root is None and model.second._is_root is None
+
+
+def test_after_full_parameters_were_shown_the_root_is_told_as_asked() -> None:
+    model = nested()
+    with FSDP.summon_full_params(model):
+        pass
+    assert model._is_root is True and model.second._is_root is False
+    model._is_root = None
+    assert model._is_root is None
+    inner = FSDP(nn.Linear(3, 3))
+    with FSDP.summon_full_params(inner):
+        pass
+    outer = FSDP(nn.Sequential(nn.Linear(3, 3)))
+    outer.module[0] = inner  # where construction does not see it
+    outer(torch.ones(2, 3))
+    assert outer._is_root is True and inner._is_root is False
+
+
+def test_the_handle_s_name_of_a_strategy_is_taken() -> None:
+    assert FSDP(Net(), sharding_strategy=HandleShardingStrategy.SHARD_GRAD_OP).sharding_strategy is (
+        ShardingStrategy.SHARD_GRAD_OP
+    )
 
 
 def test_unit_whose_outer_one_is_gone_is_a_root_again() -> None:

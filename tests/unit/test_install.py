@@ -1,10 +1,12 @@
 """What ``pip install .`` makes: one abi3 wheel without torch or C++ in it, and clear errors where torch is missing."""
 
+import importlib.util
 import os
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -140,6 +142,25 @@ def test_a_compiler_that_cannot_optimise_across_files_is_not_asked_to(monkeypatc
     assert link_time_flags(["false"]) == []
     if "Free Software Foundation" in call("cc", "--version", cwd=ROOT).stdout:
         assert link_time_flags(["cc"]) == ["-flto=auto"]
+
+
+def test_a_torch_for_the_cpu_is_found_where_the_build_cannot_import_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under pip: kernels would be compiled that nothing loads."""
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    monkeypatch.chdir(ROOT)
+    settings = runpy.run_path("setup.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    assert settings["cuda_of_torch"]() is None
+    (tmp_path / "purelib" / "torch").mkdir(parents=True)
+    version = tmp_path / "purelib" / "torch" / "version.py"
+    version.write_text("cuda: str | None = '13.0'\n")
+    assert settings["cuda_of_torch"]() == "13.0"
+    version.write_text("cuda: str | None = None\n")
+    assert settings["cuda_of_torch"]() == ""
+    assert "computes on the CPU alone" in settings["why_no_cuda"]("nvcc", demanded=False)
 
 
 def test_label_of_a_build_becomes_part_of_its_version() -> None:

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <stdexcept>
 #include <unordered_map>
+#include <unordered_set>
 
 namespace simulated_gpu {
 
@@ -17,6 +18,13 @@ struct wait_made {
 };
 static std::vector<wait_made> &history = *new std::vector<wait_made>;
 static std::unordered_map<const void *, int> &recorders = *new std::unordered_map<const void *, int>;
+
+/* Of the script's making: who names one from then on is at fault. */
+static std::unordered_set<const stream *> &destroyed = *new std::unordered_set<const stream *>;
+
+static bool is_destroyed(const stream *which) {
+    return destroyed.count(which) != 0;
+}
 
 void drop_wait(int64_t nth) {
     holding lock(device_lock);
@@ -57,7 +65,7 @@ static void *context_of(int device) {
 
 using namespace simulated_gpu;
 
-enum { SUCCESS = 0, INVALID_CONTEXT = 201, NOT_READY = 600, NOT_WHILE_CAPTURING = 900 };
+enum { SUCCESS = 0, INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_READY = 600, NOT_WHILE_CAPTURING = 900 };
 
 /* What may not be while a stream captures has a number here. */
 template <typename Body> static int result_of(Body body) {
@@ -93,6 +101,9 @@ DEVICE_API int cuEventRecord(void *which, void *on) {
     }
     holding lock(device_lock);
     stream *recorded = stream_of_handle(on, current_device());
+    if (is_destroyed(recorded)) {
+        return INVALID_HANDLE;
+    }
     if (records++ != dropped_record) {
         event_record((event *)which, recorded);
     }
@@ -121,6 +132,9 @@ DEVICE_API int cuStreamWaitEvent(void *handle, void *until, unsigned) {
     }
     holding lock(device_lock);
     stream *waiting = stream_of_handle(handle, current_device());
+    if (is_destroyed(waiting)) {
+        return INVALID_HANDLE;
+    }
     bool waits_for_it = begin_wait(waiting->agent, waiting->now, until);
     return result_of([&] {
         if (waits_for_it) {
@@ -128,6 +142,20 @@ DEVICE_API int cuStreamWaitEvent(void *handle, void *until, unsigned) {
         }
         return SUCCESS;
     });
+}
+
+DEVICE_API int cuStreamCreate(void **made, unsigned) {
+    if (!has_context()) {
+        return INVALID_CONTEXT;
+    }
+    *made = stream_of_the_script(current_device());
+    return SUCCESS;
+}
+
+/* What it holds runs to its end. */
+DEVICE_API int cuStreamDestroy_v2(void *handle) {
+    holding lock(device_lock);
+    return handle && destroyed.insert((stream *)handle).second ? SUCCESS : INVALID_HANDLE;
 }
 
 DEVICE_API int cuStreamSynchronize(void *handle) {
@@ -138,8 +166,9 @@ DEVICE_API int cuStreamSynchronize(void *handle) {
 }
 
 DEVICE_API int cuStreamIsCapturing(void *handle, int *status) {
-    *status = stream_of_handle(handle, current_device())->capture != 0;
-    return SUCCESS;
+    const stream *asked = stream_of_handle(handle, current_device());
+    *status = asked->capture != 0;
+    return is_destroyed(asked) ? INVALID_HANDLE : SUCCESS;
 }
 
 DEVICE_API int cuStreamGetCtx(void *handle, void **context) {

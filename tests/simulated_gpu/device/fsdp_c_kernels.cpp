@@ -265,6 +265,17 @@ static const char *device_error() {
     return inner->device_error();
 }
 
+static int32_t device_without_code = -1;
+
+static const char *why_not_on(int32_t device_index) {
+    return device_index == device_without_code ? "no code for this GPU" : nullptr;
+}
+
+/* Of this device the kernels have no code from now on; of each, where it is -1. */
+extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
+    device_without_code = device_index;
+}
+
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
         KERNEL_TABLE_VERSION,
@@ -279,6 +290,7 @@ extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char 
         checksums,
         adamw,
         device_error,
+        why_not_on,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;

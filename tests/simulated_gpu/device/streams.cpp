@@ -95,8 +95,18 @@ stream *stream_of_agent(int agent) {
     return &streams().list.at((size_t)agent - 1);
 }
 
+stream *stream_of_the_script(int device) {
+    holding lock(device_lock);
+    stream *made = new_stream(device, 0);
+    made->id = (int64_t)made;
+    return made;
+}
+
 stream *stream_of_id(int device, int64_t id) {
-    return id == 0 ? default_stream(device) : stream_of_agent((int)id);
+    if (id == 0) {
+        return default_stream(device);
+    }
+    return id <= (int64_t)streams().list.size() ? stream_of_agent((int)id) : (stream *)id;
 }
 
 stream *stream_of_handle(void *handle, int device) {

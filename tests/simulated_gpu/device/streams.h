@@ -79,6 +79,7 @@ DEVICE_API void leave_device();
 
 /* ---- streams ---- */
 DEVICE_API stream *stream_from_pool(int device, int priority); /* of 32 in turn, as torch's */
+DEVICE_API stream *stream_of_the_script(int device);           /* which torch numbers by its handle */
 DEVICE_API stream *stream_of_id(int device, int64_t id);
 DEVICE_API stream *stream_of_handle(void *handle, int device); /* NULL: the default stream of the device */
 DEVICE_API stream *stream_of_agent(int agent);

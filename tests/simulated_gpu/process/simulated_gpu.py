@@ -153,6 +153,12 @@ def _stream_class(torch: Any, native: Any) -> type:
         def __new__(
             cls, priority: int = 0, stream_id: int = 0, device_index: int = 0, device_type: int = 0, stream_ptr: int = 0
         ) -> Any:
+            if stream_ptr:
+                stream_id, device_index, device_type = (
+                    stream_ptr,
+                    native.getDevice(),
+                    int(torch._C._autograd.DeviceType.CUDA),
+                )
             if device_type:
                 return super().__new__(cls, stream_id=stream_id, device_index=device_index, device_type=device_type)
             return super().__new__(cls, device=torch.device("cuda", native.getDevice()), priority=priority)
