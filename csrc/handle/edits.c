@@ -282,7 +282,7 @@ int edits_take_over_views(struct edits *edits) {
 /* [Note: writes in a forward] Each view counts for itself how often it was written to: parameters are apart from each other for autograd,
  * too. To ask all of them costs a tenth of the host work of a step. So a unit is asked after its first forwards, after each one
  * once any has written, and of the others after every 64th: a unit that begins late is told that what it wrote before is lost. */
-enum { FIRST_FORWARDS = 4, FORWARDS_BETWEEN = 64 };
+enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
 static int refuse_late_write(const struct edits *edits, int64_t param) {
     PyObject *fqn = flat_param_fqn(edits->param, param);
