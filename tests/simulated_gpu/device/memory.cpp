@@ -300,7 +300,8 @@ void *device_alloc(size_t requested, int device, stream *on) {
         return found == blocks.end() ? new_segment(nbytes, on, pool) : found;
     };
     auto found = find();
-    bool is_in_pool = !pools_of_thread[device].empty(); /* to torch that is a capture: nothing is given back meanwhile */
+    bool is_in_pool =
+        !pools_of_thread[device].empty(); /* to torch that is a capture: nothing is given back meanwhile */
     if (found == blocks.end() && !is_in_pool) {
         of_device.num_alloc_retries++;
         empty_cache();
