@@ -9,6 +9,7 @@ import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import pytest
@@ -80,4 +81,5 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """The folder of what tests have left stays where one has failed."""
     ranks.close_pools()
     if not is_worker(session.config) and not session.testsfailed:
-        shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+        # after multiprocessing has removed its own, at the interpreter's end
+        Finalize(None, shutil.rmtree, args=[tempfile.gettempdir(), True], exitpriority=-200)

@@ -52,8 +52,9 @@ def by_kind(all_found: list[Found]) -> list[list[str]]:
     fields = ("waits", "known", "caught", "implied", "spare")
     counts = [Counter(wait.kind for found in all_found for wait in getattr(found, field)) for field in fields]
     for kind in sorted(counts[0]):
-        spare = [found.program for found in all_found if any(wait.kind == kind for wait in found.spare)]
-        reasons = dict.fromkeys(reasons_of(program).get(kind, "nothing known") for program in spare)
+        spare = [found for found in all_found if any(wait.kind == kind for wait in found.spare)]
+        told = (reasons_of(found.program, found.all_waits) for found in spare)
+        reasons = dict.fromkeys(reasons.get(kind, "nothing known") for reasons in told)
         rows.append([name_of(kind), *(str(count[kind]) for count in counts), "; ".join(reasons)])
     return rows
 
