@@ -114,7 +114,7 @@ static inline struct unit *unit_around(struct unit *part) {
 
 int unit_init(struct unit *unit, PyObject *object, const struct unit_spec *spec); /* 0 or -1 */
 int unit_clear(struct unit *unit);
-void unit_drop_anchor(struct unit *unit); /* and its node and hook */
+void unit_drop_anchor(struct unit *unit);                /* and its node and hook */
 void unit_lead(struct unit *unit, struct unit *segment); /* which comes after those that it has; see [Note: segments] */
 int unit_visit(struct unit *unit, visitproc visit, void *arg);
 /* Lazy init: the unit belongs to a root, as the one at `index` of its units. 0 or -1. */
@@ -218,6 +218,7 @@ int unit_awaits_gradients(
 /* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
 
 int unit_pre_backward(struct unit *unit);
+int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
 int unit_post_backward(struct unit *unit);
 
 /* edges.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
