@@ -93,6 +93,8 @@ class ShardedGradScaler(GradScaler):
             if param.grad is not None and param.grad.is_sparse and param.grad.dtype is torch.float16:
                 # duplicates are added in fp32: in fp16 the sum of scaled values overflows easily
                 param.grad = param.grad.to(torch.float32).coalesce().to(torch.float16)
+        if not allow_fp16:  # unscale_() asks: of shards torch keeps one dimension there
+            found_inf = found_inf.reshape(1)
         grads = _native_grads(optimizer, found_inf, inv_scale)
         if grads:
             found = {found_inf.device: found_inf.clone()}

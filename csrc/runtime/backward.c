@@ -49,9 +49,19 @@ static int pre_backward(struct unit *unit) {
     return 0;
 }
 
+int unit_refuse_backward(const struct unit *unit) {
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "rank %lld, unit %S: a backward has come to a forward of a tree of units that is none any more: a unit in it "
+        "has since run in a forward of another root, or the tree was reset. Call backward() before that, or let "
+        "one FullyShardedDataParallel around both roots call them in its forward.",
+        unit_rank(unit), unit->name);
+    return -1;
+}
+
 int unit_pre_backward(struct unit *unit) {
     if (!unit->runtime)
-        return 0;
+        return unit_refuse_backward(unit);
     if (is_prepared(unit)) /* perhaps for a forward under another stream: this one has not waited for the gather */
         return stream_follow(&unit->runtime->schedule.streams);
     struct trace trace = trace_begin(TRACED_PRE_BACKWARD, unit->recorder_index);

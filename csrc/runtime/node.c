@@ -221,23 +221,45 @@ static PyObject *node_backward(PyObject *self, PyObject *args) {
                                             "until its backward has run");
         return NULL;
     }
-    if (take(unit, &arrival) < 0)
+    if ((unit->runtime ? take(unit, &arrival) : unit_refuse_backward(unit)) < 0)
         Py_CLEAR(arrival.answer);
     return arrival.answer;
 }
 
+/* Compiled autograd asks for it before it traces a backward. What a unit's hooks do cannot be traced (parity 70). */
+static PyObject *node_compiled_autograd_key(PyObject *self, PyObject *context) {
+    PyObject *token = PyObject_GetAttr(context, torch_names.unit);
+    (void)self;
+    if (!token)
+        return NULL;
+    const struct unit *unit = hook_target(token);
+    Py_DECREF(token);
+    if (!unit)
+        return PyErr_Format(PyExc_NotImplementedError,
+                            "compiled autograd with a FullyShardedDataParallel that is gone");
+    return PyErr_Format(
+        PyExc_NotImplementedError,
+        "rank %lld, unit %S (FullyShardedDataParallel): compiled autograd cannot trace its backward, which "
+        "gathers parameters and reduces gradients. Leave torch._dynamo.config.compiled_autograd off, or call "
+        "backward() outside of what torch.compile compiles and of compiled_autograd._enable.",
+        unit_rank(unit), unit->name);
+}
+
 static PyMethodDef forward_def = {"forward", node_forward, METH_VARARGS, NULL};
 static PyMethodDef backward_def = {"backward", node_backward, METH_VARARGS, NULL};
+static PyMethodDef key_def = {"_compiled_autograd_key", node_compiled_autograd_key, METH_O, NULL};
 
 /* class FlatParameterViews(torch.autograd.Function), with C functions as its static methods. */
 static PyObject *make_class(PyObject *function) {
     PyObject *forward = PyCFunction_New(&forward_def, NULL), *backward = PyCFunction_New(&backward_def, NULL);
-    PyObject *class = NULL;
-    if (forward && backward)
-        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOss}", "FlatParameterViews", function,
-                                      "forward", forward, "backward", backward, "__module__", "fsdp_c");
+    PyObject *key = PyCFunction_New(&key_def, NULL), *class = NULL;
+    if (forward && backward && key)
+        class = PyObject_CallFunction((PyObject *)Py_TYPE(function), "s(O){sOsOsOss}", "FlatParameterViews", function,
+                                      "forward", forward, "backward", backward, key_def.ml_name, key, "__module__",
+                                      "fsdp_c");
     Py_XDECREF(forward);
     Py_XDECREF(backward);
+    Py_XDECREF(key);
     return class;
 }
 

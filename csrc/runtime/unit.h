@@ -218,6 +218,7 @@ int unit_awaits_gradients(
 /* ---- backward.c: called by the hooks. 0 or -1 with an exception, which autograd raises. ---- */
 
 int unit_pre_backward(struct unit *unit);
+int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
 int unit_post_backward(struct unit *unit);
 
 /* edges.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */

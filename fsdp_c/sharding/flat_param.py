@@ -641,7 +641,7 @@ class FlatParamHandle(_C.Handle, metaclass=_Watched):
         return ((info.param_name, info.module_name) for info in self.flat_param._shared_param_infos)
 
     def __repr__(self) -> str:
-        return f"FlatParamHandle({', '.join(self.flat_param._fqns)})"
+        return f"FlatParamHandle(flat_param.fqns={self.flat_param._fqns})"
 
 
 def _clean_fqn(info: ParamInfo | SharedParamInfo) -> str:

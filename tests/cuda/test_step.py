@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -499,3 +501,19 @@ def test_values_on_the_cpu_that_the_group_cannot_send_are_refused(rank: int, wor
 def held() -> tuple[int, int]:
     """Bytes that live, and that torch has from the driver."""
     return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.usefixtures("one_of_four")
+def test_what_the_computation_waits_for_has_priority(strategy: str) -> None:
+    """D-007: torch gives it under hybrid strategies alone."""
+    raised = {}
+    for which, implementation in (("torch", Upstream), ("fsdp_c", FSDP)):
+        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy]}
+        if strategy == "HYBRID_SHARD":
+            options["device_mesh"] = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = large(implementation, **options)
+        with mock.patch.object(torch.cuda, "Stream", wraps=torch.cuda.Stream) as made:
+            step(model)
+        raised[which] = sum(-1 in (*call.args, *call.kwargs.values()) for call in made.call_args_list)
+    assert raised == {"torch": 3 if strategy == "HYBRID_SHARD" else 0, "fsdp_c": 3}

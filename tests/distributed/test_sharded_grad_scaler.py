@@ -189,6 +189,25 @@ def test_duplicates_of_a_sparse_fp16_gradient_are_added_before_the_check(rank: i
     assert [found.item() for found in scaler._found_inf_per_device(optimizer).values()] == [1.0]
 
 
+@pytest.mark.parametrize("how", ["unscale_", "step", "fused"])
+@on_ranks(2)
+def test_what_was_found_has_the_shape_of_torchs(rank: int, world_size: int, how: str) -> None:
+    shapes = {}
+    for name, scaler_class in SCALERS.items():
+        model = wrap(name, Net(), mixed_precision=None)
+        optimizer = OPTIMIZERS["fused" if how == "fused" else "sgd"](model.parameters())
+        scaler = scaler_class(device().type, init_scale=4.0)
+        scaler.scale(model(batch(0, rank)).sum()).backward()
+        if how == "unscale_":
+            scaler.unscale_(optimizer)
+        else:
+            scaler.step(optimizer)
+        found = scaler._found_inf_per_device(optimizer)
+        shapes[name] = {where.type: (one.shape, one.dtype, one.item()) for where, one in found.items()}
+    assert shapes["fsdp_c"] == shapes["torch"]
+    assert len(shapes["torch"]) == 1
+
+
 # ----------------------------------------------------------------- scale()
 
 

@@ -910,3 +910,113 @@ def test_row_60_functional_call_in_a_forward_takes_what_it_is_given(rank: int, w
     found = {which: wrap(which, CalledWithOthers())(batch(rank)) for which in BOTH}
     assert torch.equal(found["torch"], own) and not torch.equal(own, expected)
     assert torch.equal(found["fsdp_c"], expected)
+
+
+class Shared(nn.Module):
+    """One of two modules around one unit."""
+
+    def __init__(self, inner: nn.Module, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.own, self.inner = nn.Linear(WIDTH, WIDTH), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.own(x))
+
+
+class Both(nn.Module):
+    def __init__(self, left: nn.Module, right: nn.Module) -> None:
+        super().__init__()
+        self.left, self.right = left, right
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+def shared(wrapped: Callable[[nn.Module], Any]) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    inner = wrapped(nn.Linear(WIDTH, WIDTH))
+    return wrapped(Shared(inner, 1)), wrapped(Shared(inner, 2))
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@on_ranks(2)
+def test_row_71_a_unit_in_two_roots_trains_with_one_root_at_a_time(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """With forwards of both before a backward torch trains under SHARD_GRAD_OP alone."""
+
+    def wrapped(which: str) -> tuple[Any, Any]:
+        return shared(lambda module: wrap(which, module, use_orig_params=use_orig_params))
+
+    def in_turn(models: tuple[Any, Any]) -> list[Tensor]:
+        optimizer = torch.optim.SGD({one: None for model in models for one in model.parameters()}, lr=0.1)
+        optimizer.zero_grad()
+        losses = []
+        for index in range(3):
+            for model in models:
+                losses.append(model(batch(0, index)).square().mean())
+                losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in losses]
+
+    def together(outputs: Any) -> None:
+        torch.stack([output.square().mean() for output in outputs]).sum().backward()
+
+    expected = in_turn(shared(lambda module: module))
+    assert_close(in_turn(wrapped("torch")), expected)
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        together([model(batch(0)) for model in wrapped("torch")])
+    races.forget()
+    models = wrapped("fsdp_c")
+    with pytest.raises(RuntimeError, match=f"rank {rank}, unit Shared: a backward has come .* around both roots"):
+        together([model(batch(0)) for model in models])
+    assert_close(in_turn(models), expected)
+
+    remedy, module = (
+        wrap("fsdp_c", Both(*wrapped("fsdp_c")), use_orig_params=use_orig_params),
+        Both(*shared(lambda module: module)),
+    )
+    for model in (remedy, module):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        together(model(batch(0)))
+        optimizer.step()
+    for output, expected in zip(remedy(batch(0)), module(batch(0)), strict=True):
+        torch.testing.assert_close(output, expected)
+
+
+@on_ranks(2)
+def test_row_70_compiled_autograd_is_refused_in_words(rank: int, world_size: int) -> None:
+    """Torch trains on with wrong gradients, without a word; larger models end in an error of Dynamo's."""
+
+    def two_layers(which: str | None) -> Any:
+        torch.manual_seed(3)
+        inner, outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        return wrap(which, nn.Sequential(outer, wrap(which, inner))) if which else nn.Sequential(outer, inner)
+
+    def losses(model: Any, compiled: Callable[[], Any]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.zero_grad()
+        found = []
+        for index in range(3):
+            found.append(model(batch(0, index)).square().sum())
+            with compiled():
+                found[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in found]
+
+    def compiled() -> Any:
+        return torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager"))
+
+    expected = losses(two_layers(None), contextlib.nullcontext)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_close(losses(two_layers("torch"), compiled), expected)
+    races.forget()
+    model = two_layers("fsdp_c")
+    with pytest.raises(
+        NotImplementedError, match=f"rank {rank}, unit .*FullyShardedDataParallel.*compiled_autograd off"
+    ):
+        losses(model, compiled)
+    assert_close(losses(model, contextlib.nullcontext), expected)
