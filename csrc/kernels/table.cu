@@ -1,5 +1,4 @@
 /* The CUDA library's one symbol, and what its launchers share. */
-#include "kernels/cuda_kernels.h"
 #include "kernels/cuda_launch.h"
 
 /* ---- errors and devices ---- */

@@ -5,7 +5,6 @@
 
 #include "harness.h"
 #include "kernels/cuda_elementwise.h"
-#include "kernels/cuda_kernels.h"
 
 enum { MOST_NDIM_HERE = 4 };
 

@@ -1,5 +1,5 @@
-/* links: kernels/accumulate.c kernels/adam.c kernels/blocks.c kernels/cast.c kernels/checksum.c kernels/copy.c kernels/loops.c kernels/loops_avx2.c
-          kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c kernels/unscale.c */
+/* links: kernels/adam.c kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c kernels/loops_avx2.c
+          kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
 #include <math.h>
 #include <string.h>
 
