@@ -48,7 +48,6 @@ def cases(numel: int, device: str) -> list[Case]:
     out32, out16 = torch.empty_like(fp32), torch.empty_like(bf16)
     grads16, grads32 = pieces(bf16), pieces(fp32)
     offsets = [grad.storage_offset() for grad in grads16]
-    factor = torch.tensor(0.999, device=device)
 
     def pack(out: list[Tensor], grads: list[Tensor]) -> None:
         torch._foreach_copy_(out, grads)
@@ -87,7 +86,6 @@ def cases(numel: int, device: str) -> list[Case]:
         packed("fp32 -> bf16", out16, grads32, 6),
         Case("cast fp32 -> bf16", cast, lambda: fp32.bfloat16(), 6 * numel),
         Case("fp32 += bf16 / 2", lambda: ops.accumulate_shard(fp32, bf16, 2.0), accumulate, 10 * numel),
-        Case("clip fp32", lambda: ops.clip_(grads32, factor), lambda: torch._foreach_mul_(grads32, factor), 8 * numel),
         Case("unscale fp32", unscale, torchs_unscale, 8 * numel),
         Case("checksum fp32", lambda: ops.checksums([fp32]), lambda: torch.hash_tensor(fp32), 4 * numel),
         Case("AdamW fp32", ours.step, theirs.step, 28 * numel),

@@ -165,17 +165,10 @@ def accumulations(numel: int) -> Iterator[Case]:
 
 
 def scalings(numel: int) -> Iterator[Case]:
-    """Clipping, and the gradient scaler's unscaling; of ones by one, which stay what they are."""
+    """The gradient scaler's unscaling; of ones by one, which stay what they are."""
     one, found = torch.ones(()), torch.zeros(())
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         tensors = [torch.ones_like(tensor) for tensor in split(numel, dtype)]
-        factor = torch.ones((), dtype=dtype)
-
-        def clip_by_torch(tensors: list[Tensor] = tensors, factor: Tensor = factor) -> None:
-            torch._foreach_mul_(tensors, factor)
-
-        def clip_by_us(tensors: list[Tensor] = tensors) -> None:
-            OPS.clip_(tensors, one)
 
         def unscale_by_torch(tensors: list[Tensor] = tensors) -> None:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found, one)
@@ -183,7 +176,6 @@ def scalings(numel: int) -> Iterator[Case]:
         def unscale_by_us(tensors: list[Tensor] = tensors) -> None:
             OPS.unscale_(tensors, found, one)
 
-        yield Case(f"clip {short(dtype)}", 2 * numel * dtype.itemsize, clip_by_torch, clip_by_us)
         yield Case(f"unscale {short(dtype)}", 2 * numel * dtype.itemsize, unscale_by_torch, unscale_by_us)
 
 

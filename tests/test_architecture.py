@@ -39,7 +39,7 @@ STATE_OWNERS = {
     "reduction": "runtime",
 }
 LIBTORCH_NAME = re.compile(
-    r"\b(aoti_\w+|AtenTensorHandle|StableListHandle|StringHandle|torch_(?:library|call|parallel|exception|list|dtype)\w*)\b"
+    r"\b(aoti_\w+|AtenTensorHandle|StableListHandle|torch_(?:library|call|parallel|exception|list|dtype)\w*)\b"
 )
 Check = Callable[[Path], list[str]]
 

@@ -4,7 +4,6 @@
  * The bits are the CPU's but for the powers of the betas, which CUDA rounds its own way in fp64. */
 #include "kernels/adam.h"
 #include "kernels/cuda_elementwise.h"
-#include "kernels/cuda_kernels.h"
 
 enum {
     ADAM_NBYTES = 2 * VECTOR_NBYTES, /* of a thread at once, in the arithmetic's type */

@@ -3,7 +3,6 @@
 #include <math.h>
 #include <string.h>
 
-#include "kernels/convert.h"
 #include "kernels/loops.h"
 
 /* [Note: exact inverse] Dividing by a power of two gives the bits that multiplying by its inverse gives, and takes longer. */
@@ -73,24 +72,6 @@ void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const voi
         loops->add_multiplied[accumulator_dtype][input_dtype](accumulator, input, numel, 1.0 / divisor);
     else
         loops->add_divided[accumulator_dtype][input_dtype](accumulator, input, numel, divisor);
-}
-
-/* A number as a 0-dim tensor of the dtype holds it. */
-static double rounded_to(double number, enum dtype dtype) {
-    switch (dtype) {
-    case DTYPE_FLOAT32:
-        return (double)(float)number;
-    case DTYPE_BFLOAT16:
-        return (double)float_from_bfloat16(bfloat16_from_float((float)number));
-    case DTYPE_FLOAT16:
-        return (double)float_from_float16(float16_from_float((float)number));
-    default:
-        return number;
-    }
-}
-
-void scale_block(void *tensor, enum dtype dtype, int64_t numel, double coefficient) {
-    loops_active()->cast_multiply[dtype][dtype](tensor, tensor, numel, rounded_to(coefficient, dtype));
 }
 
 bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor) {

@@ -26,7 +26,6 @@ void cast_divide_block(void *output, enum dtype output_dtype, const void *input,
 void accumulate_block(void *accumulator, enum dtype accumulator_dtype, const void *input, enum dtype input_dtype,
                       int64_t numel, double divisor);
 
-void scale_block(void *tensor, enum dtype dtype, int64_t numel, double coefficient);
 bool unscale_block(void *tensor, enum dtype dtype, int64_t numel, double factor); /* whether inf or NaN was found */
 
 /* Run body over [0, numel), on the stream's threads where it has any and the work is worth them. */

@@ -1,8 +1,6 @@
 /* The checksums that checksum.c defines. A sum modulo 2^64 has no order: any thread may add its part at any time. */
 #include "kernels/checksum.h"
 #include "kernels/cuda_elementwise.h"
-#include "kernels/cuda_join.h"
-#include "kernels/cuda_kernels.h"
 
 enum {
     CHUNK_WORDS = 4 * 1024, /* so few that 16 MiB have work for every processor */
@@ -23,12 +21,6 @@ struct checksum_table {
     int64_t num_chunks;
     int32_t count;
     struct checksum_item items[CHECKSUM_ITEMS];
-};
-
-struct addition {
-    __device__ uint64_t joined(uint64_t left, uint64_t right) const {
-        return left + right;
-    }
 };
 
 __host__ __device__ static int64_t words_in(int64_t nbytes) {
@@ -75,6 +67,20 @@ __device__ static uint64_t sum_chunk(const struct checksum_item &item, int64_t b
     return sum;
 }
 
+/* The sum of the values of all threads of a block, in thread 0. */
+__device__ static uint64_t sum_block(uint64_t value) {
+    __shared__ uint64_t sums[THREADS];
+    __syncthreads(); /* an earlier round has been read */
+    sums[threadIdx.x] = value;
+    __syncthreads();
+    for (unsigned width = THREADS / 2; width > 0; width /= 2) {
+        if (threadIdx.x < width)
+            sums[threadIdx.x] += sums[threadIdx.x + width];
+        __syncthreads();
+    }
+    return sums[0];
+}
+
 __global__ void __launch_bounds__(THREADS) start_sums(const __grid_constant__ struct checksum_table table) {
     for (int32_t i = (int32_t)threadIdx.x; i < table.count; i += THREADS)
         table.sums[i] = (unsigned long long)table.items[i].nbytes;
@@ -86,7 +92,7 @@ __global__ void __launch_bounds__(THREADS) add_chunks(const __grid_constant__ st
         int64_t begin = (chunk - item.first_chunk) * CHUNK_WORDS;
         int64_t end = begin + CHUNK_WORDS;
         int64_t words = words_in(item.nbytes);
-        uint64_t sum = join_block(sum_chunk(item, begin, end < words ? end : words), addition());
+        uint64_t sum = sum_block(sum_chunk(item, begin, end < words ? end : words));
         if (threadIdx.x == 0)
             atomicAdd(&table.sums[&item - table.items], (unsigned long long)sum);
     }

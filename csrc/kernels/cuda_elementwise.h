@@ -253,40 +253,6 @@ inline bool table_is_full(const struct segment_table *table) {
     return table->count == SEGMENTS;
 }
 
-/* The tensors of one dtype, changed in place. */
-template <typename T, typename Operation>
-enum status enqueue_of_dtype(enum dtype dtype, const struct tensor_view *tensors, const int64_t *numels,
-                             int64_t num_tensors, const Operation &operation, const struct kernel_stream *stream) {
-    struct segment_table table;
-    enum status status = STATUS_OK;
-    table.count = 0;
-    for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
-        if (tensors[i].dtype == dtype)
-            table_add(&table, tensors[i].data, nullptr, numels[i], 0);
-        if (table_is_full(&table))
-            status = enqueue_elementwise<T, T>(&table, operation, stream);
-    }
-    return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, operation, stream) : status;
-}
-
-/* Change tensors of any dtypes in place; make_operation(type) gives the operation on elements of a type. */
-template <typename Make>
-enum status enqueue_in_place(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                             const struct kernel_stream *stream, Make make_operation) {
-    for (int64_t i = 0; i < num_tensors; i++)
-        if ((unsigned)tensors[i].dtype >= DTYPE_COUNT)
-            return STATUS_UNSUPPORTED;
-    device_guard guard(stream);
-    enum status status = guard.status;
-    for (int of = 0; of < DTYPE_COUNT && status == STATUS_OK; of++) {
-        enum dtype dtype = (enum dtype)of;
-        status = with_type(dtype, [&](auto type) {
-            return enqueue_of_dtype<decltype(type)>(dtype, tensors, numels, num_tensors, make_operation(type), stream);
-        });
-    }
-    return status;
-}
-
 /* ---- operations ---- */
 
 /* The quotient by a number, as torch's CUDA kernels make it: the product with the reciprocal, taken in fp64, rounded to T. */
@@ -314,20 +280,7 @@ template <typename Out, typename In> struct cast_divide_operation {
     }
 };
 
-/* The sum in the wider arithmetic of the two, rounded once, as torch promotes. */
-template <typename Out, typename In> struct add_operation {
-    static constexpr bool READS_OUTPUT = true;
-    static constexpr bool READS_INPUT = true;
-
-    __device__ void begin() {
-    }
-    __device__ Out operator()(Out sum, In value) const {
-        auto total = element<Out>::load(sum) + element<In>::load(value);
-        return converted<Out>(total);
-    }
-};
-
-/* Launch what cast.cu and pack.cu make of a table; each empties it. */
+/* Launch what elementwise.cu and pack.cu make of a table; each empties it. */
 enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dtype, enum dtype input_dtype,
                                double divisor, const struct kernel_stream *stream);
 

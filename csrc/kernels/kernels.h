@@ -95,10 +95,6 @@ enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy
 enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
                         const struct kernel_stream *stream);
 
-/* tensor *= coefficient, rounded to each tensor's dtype as torch's `mul_` by a 0-dim tensor of that dtype does. */
-enum status kernel_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                         double coefficient, const struct kernel_stream *stream);
-
 /* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN, else left alone. */
 enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                            const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);

@@ -2,8 +2,6 @@
 
 #include <string.h>
 
-#include "kernels/loops_versions.h"
-
 static const struct loops *active = &loops_default; /* before the constructor below has run */
 
 static bool processor_has(const struct loops *loops) {

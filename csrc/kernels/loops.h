@@ -41,4 +41,12 @@ const struct loops *loops_version(int index);
 /* Use the version called `name`; NULL is the widest. False when the processor has none of this name. */
 bool loops_use(const char *name);
 
+/* Those that are compiled for this architecture. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define LOOPS_X86_64
+extern const struct loops loops_avx512;
+extern const struct loops loops_avx2;
+#endif
+extern const struct loops loops_default;
+
 #endif

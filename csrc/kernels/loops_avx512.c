@@ -1,5 +1,6 @@
 /* The loops for x86-64 with AVX-512; nothing on other architectures. */
-#include "kernels/loops_versions.h"
+#include "kernels/checksum.h"
+#include "kernels/loops.h"
 
 #ifdef LOOPS_X86_64
 #include <immintrin.h>

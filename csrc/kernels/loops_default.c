@@ -1,5 +1,6 @@
 /* The loops for any processor of the architecture: vectors of 16 bytes, as the compiler makes them. */
-#include "kernels/loops_versions.h"
+#include "kernels/checksum.h"
+#include "kernels/loops.h"
 
 #include <math.h>
 #include <string.h>

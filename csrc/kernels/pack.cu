@@ -3,7 +3,6 @@
  * What lies in memory as in its place in the output is a segment of a grouped launch, which also writes the zeros behind it. Any
  * other source has a launch of its own: a transposed one goes by tiles, in the rest each thread finds its element by the strides. */
 #include "kernels/cuda_elementwise.h"
-#include "kernels/cuda_kernels.h"
 #include "kernels/pack.h"
 
 enum {
@@ -14,6 +13,19 @@ enum {
 #ifndef MOST_STRIDED_NUMEL /* a test makes it small */
 #define MOST_STRIDED_NUMEL INT32_MAX
 #endif
+
+/* The sum in the wider arithmetic of the two, rounded once, as torch promotes. */
+template <typename Out, typename In> struct add_operation {
+    static constexpr bool READS_OUTPUT = true;
+    static constexpr bool READS_INPUT = true;
+
+    __device__ void begin() {
+    }
+    __device__ Out operator()(Out sum, In value) const {
+        auto total = element<Out>::load(sum) + element<In>::load(value);
+        return converted<Out>(total);
+    }
+};
 
 /* ---- sources in another order than their place ---- */
 

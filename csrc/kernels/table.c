@@ -3,13 +3,6 @@
 
 #include <stddef.h>
 
-static enum status scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                         const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream) {
-    double value = 1.0;
-    enum status status = kernel_cast_divide(&value, DTYPE_FLOAT64, coefficient, coefficient_dtype, 1, 1.0, stream);
-    return status == STATUS_OK ? kernel_scale(tensors, numels, num_tensors, value, stream) : status;
-}
-
 static const char *device_error(void) {
     return "no device";
 }
@@ -27,7 +20,6 @@ const struct kernel_table cpu_kernels = {
     .accumulate = kernel_accumulate,
     .copy_ranges = kernel_copy_ranges,
     .fill = kernel_fill,
-    .scale = scale,
     .unscale = kernel_unscale,
     .checksums = kernel_checksums,
     .adamw = kernel_adamw,
@@ -68,12 +60,6 @@ static enum status no_fill(void *output, enum dtype dtype, int64_t numel, double
     return STATUS_OK;
 }
 
-static enum status no_scale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
-                            const void *coefficient, enum dtype coefficient_dtype, const struct kernel_stream *stream) {
-    (void)tensors, (void)numels, (void)num_tensors, (void)coefficient, (void)coefficient_dtype, (void)stream;
-    return STATUS_OK;
-}
-
 static enum status no_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                               const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
     (void)tensors, (void)numels, (void)num_tensors, (void)inverse_scale, (void)found_inf, (void)stream;
@@ -100,7 +86,6 @@ const struct kernel_table no_kernels = {
     .accumulate = no_cast_divide,
     .copy_ranges = no_copy_ranges,
     .fill = no_fill,
-    .scale = no_scale,
     .unscale = no_unscale,
     .checksums = no_checksums,
     .adamw = no_adamw,

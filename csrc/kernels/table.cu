@@ -1,5 +1,4 @@
 /* The CUDA library's one symbol, and what its launchers share. */
-#include "kernels/cuda_kernels.h"
 #include "kernels/cuda_launch.h"
 
 #include <stdio.h>
@@ -119,8 +118,8 @@ static const char *cuda_why_not_on(int32_t device_index) {
 /* ---- the table ---- */
 
 static const struct kernel_table cuda_kernels = {
-    KERNEL_TABLE_VERSION, cuda_pack,    cuda_pack_add,  cuda_cast_divide, cuda_accumulate, cuda_copy_ranges, cuda_fill,
-    cuda_scale,           cuda_unscale, cuda_checksums, cuda_adamw,       cuda_error_text, cuda_why_not_on,
+    KERNEL_TABLE_VERSION, cuda_pack,      cuda_pack_add, cuda_cast_divide, cuda_accumulate, cuda_copy_ranges, cuda_fill,
+    cuda_unscale,         cuda_checksums, cuda_adamw,    cuda_error_text,  cuda_why_not_on,
 };
 
 /* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */

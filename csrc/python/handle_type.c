@@ -1,5 +1,4 @@
 /* The Python type Handle, base of FlatParamHandle. */
-#include "python/layout_type.h"
 #include "python/types.h"
 
 #include <structmember.h>

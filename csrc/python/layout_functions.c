@@ -1,4 +1,5 @@
-#include "python/layout_functions.h"
+/* Module functions over layout/: partitions, exchange plans and boxes, for state dicts and checkpoints. */
+#include "python/types.h"
 
 #include <stdbool.h>
 
@@ -14,9 +15,9 @@ static int append_new(PyObject *list, PyObject *item) {
     return result;
 }
 
-/* Hand over `list` as a tuple, or NULL when `failed`. */
+/* Hand over `list`, which may be NULL, as a tuple; NULL when `failed`. */
 static PyObject *tuple_or_null(PyObject *list, bool failed) {
-    PyObject *tuple = failed ? NULL : PyList_AsTuple(list);
+    PyObject *tuple = failed || !list ? NULL : PyList_AsTuple(list);
     Py_XDECREF(list);
     return tuple;
 }
@@ -43,7 +44,6 @@ static int read_partition(PyObject *object, void *output) {
 static PyObject *partition_bounds(PyObject *self, PyObject *args) {
     struct partition partition;
     long long rank;
-    (void)self;
     if (!PyArg_ParseTuple(args, "O&L:partition_bounds", read_partition, &partition, &rank))
         return NULL;
     const struct partition_range range = partition_of_rank(&partition, rank);
@@ -53,7 +53,6 @@ static PyObject *partition_bounds(PyObject *self, PyObject *args) {
 static PyObject *partition_overlaps(PyObject *self, PyObject *args) {
     struct partition mine, theirs;
     long long rank;
-    (void)self;
     if (!PyArg_ParseTuple(args, "O&O&L:partition_overlaps", read_partition, &mine, read_partition, &theirs, &rank))
         return NULL;
     if (mine.numel != theirs.numel)
@@ -85,17 +84,8 @@ static PyObject *int_list(const int64_t *values, size_t count) {
 
 /* (source, start, nbytes) of each range, one behind the other: what an op takes as int[]. */
 static PyObject *range_list(const struct exchange_ranges *ranges) {
-    PyObject *list = PyList_New(0);
-    bool failed = !list;
-    for (size_t i = 0; !failed && i < ranges->count; i++) {
-        const struct exchange_range *range = &ranges->items[i];
-        failed = append_new(list, PyLong_FromLongLong(range->source)) < 0 ||
-                 append_new(list, PyLong_FromLongLong(range->start)) < 0 ||
-                 append_new(list, PyLong_FromLongLong(range->nbytes)) < 0;
-    }
-    if (failed)
-        Py_CLEAR(list);
-    return list;
+    _Static_assert(sizeof *ranges->items == 3 * sizeof(int64_t), "a range is three numbers");
+    return int_list((const int64_t *)ranges->items, 3 * ranges->count);
 }
 
 static int read_exchange_tensor(PyObject *item, struct exchange_tensor *tensor) {
@@ -130,7 +120,6 @@ static PyObject *exchange_plan(PyObject *self, PyObject *args) {
     PyObject *given, *result = NULL;
     long long rank, world_size;
     int gathered;
-    (void)self;
     if (!PyArg_ParseTuple(args, "OLLp:exchange_plan", &given, &rank, &world_size, &gathered))
         return NULL;
     PyObject *items = PySequence_Tuple(given);
@@ -172,18 +161,13 @@ static int read_shape(PyObject *sequence, int64_t *shape, int64_t *numel) {
 }
 
 static PyObject *sizes_tuple(const int64_t *sizes, int ndim) {
-    PyObject *list = PyList_New(0);
-    bool failed = !list;
-    for (int dim = 0; !failed && dim < ndim; dim++)
-        failed = append_new(list, PyLong_FromLongLong(sizes[dim])) < 0;
-    return tuple_or_null(list, failed);
+    return tuple_or_null(int_list(sizes, (size_t)ndim), false);
 }
 
 static PyObject *flat_range_boxes(PyObject *self, PyObject *args) {
     PyObject *sequence;
     long long start, end;
     int64_t shape[BOXES_MAX_DIM], numel;
-    (void)self;
     if (!PyArg_ParseTuple(args, "OLL:flat_range_boxes", &sequence, &start, &end))
         return NULL;
     const int ndim = read_shape(sequence, shape, &numel);

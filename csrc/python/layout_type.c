@@ -1,4 +1,5 @@
-#include "python/layout_type.h"
+/* The Python type FlatLayout: an immutable object that owns one flat_layout. */
+#include "python/types.h"
 
 #include <structmember.h>
 
@@ -138,22 +139,18 @@ static PyObject *tuple_of(const struct flat_layout *layout, int64_t count, int64
 }
 
 static PyObject *param_numel_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
-    (void)rank;
     return PyLong_FromLongLong(layout_param_numel(layout, param));
 }
 
 static PyObject *param_offset_at(const struct flat_layout *layout, int64_t param, int64_t rank) {
-    (void)rank;
     return PyLong_FromLongLong(layout_param_offset(layout, param));
 }
 
 static PyObject *segment_numel_at(const struct flat_layout *layout, int64_t segment, int64_t rank) {
-    (void)rank;
     return PyLong_FromLongLong(layout->segments[segment].numel);
 }
 
 static PyObject *segment_is_padding_at(const struct flat_layout *layout, int64_t segment, int64_t rank) {
-    (void)rank;
     return PyBool_FromLong(layout->segments[segment].param == LAYOUT_PADDING);
 }
 

@@ -1,22 +1,28 @@
-/* The Python types over the structs of the layers below. Each `*_type_create` gives a new heap type, or NULL; each `*_of` the
- * struct inside an object, borrowed, or NULL with TypeError. */
+/* What the module is made of: the Python types over the structs of the layers below, and functions over layout/. Each
+ * `*_type_create` gives a new heap type, or NULL; each `*_of` the struct inside an object, borrowed while that lives, or
+ * NULL with TypeError. */
 #ifndef FSDP_PYTHON_TYPES_H
 #define FSDP_PYTHON_TYPES_H
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "layout/layout.h"
 #include "runtime/runtime.h"
 
 /* Python passes what a function does not ask for: itself, or no arguments. */
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
+PyObject *layout_type_create(PyObject *module);
 PyObject *handle_type_create(PyObject *module);
 PyObject *unit_type_create(PyObject *module);
 PyObject *runtime_type_create(PyObject *module);
 
+const struct flat_layout *layout_of(PyObject *object);
 struct handle *handle_of(PyObject *object);
 struct unit *unit_of(PyObject *object);
+
+int layout_functions_add(PyObject *module); /* partitions, exchange plans and boxes. 0 or -1 */
 
 /* 0 -> None, -1 -> NULL: the end of a method that returns nothing. */
 static inline PyObject *none_or_error(int result) {

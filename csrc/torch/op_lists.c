@@ -1,4 +1,4 @@
-/* The ops over lists of tensors: scaling, checksums. */
+/* The ops over lists of tensors: unscaling, checksums. */
 #include "torch/op_call.h"
 #include "torch/tensor.h"
 
@@ -11,26 +11,6 @@ static void read_all(struct op_call *call, const struct op_list *list, struct te
         op_call_read_contiguous(call, &operand, op_tensor(list->items[i]), "each of tensors");
         views[i] = operand.view;
         numels[i] = operand.numel;
-    }
-}
-
-/* fsdp_c::clip_: every tensor times one number, which the kernel reads: nobody waits for it. */
-void op_clip(StableIValue *stack, struct op_call *call) {
-    OP_OWNED_LIST tensors = op_list_of(stack[0], true);
-    OP_OWNED scalar = op_tensor(stack[1]);
-    OP_OWNED_MEMORY struct tensor_view *views = NULL;
-    OP_OWNED_MEMORY int64_t *numels = NULL;
-    op_read_list(&tensors);
-    struct op_operand factor;
-    op_call_read(call, &factor, scalar, "coefficient");
-    OP_CHECK(factor.numel == 1, "%s: coefficient must have one element, not %" PRId64, call->name, factor.numel);
-    views = op_alloc(tensors.count, sizeof *views);
-    numels = op_alloc(tensors.count, sizeof *numels);
-    read_all(call, &tensors, views, numels);
-    if (!call->is_meta) {
-        const struct kernel_stream *stream = tensor_kernel_stream(&factor.view);
-        op_call_check(call, op_call_kernels(call)->scale(views, numels, (int64_t)tensors.count, factor.view.data,
-                                                         factor.view.dtype, stream));
     }
 }
 

@@ -18,7 +18,6 @@
     X(accumulate_shard, op_accumulate_shard, "(Tensor(a!) accumulator, Tensor shard, float divisor) -> ()")       \
     X(join_ranges, op_join_ranges,                                                                                \
       "(Tensor[] sources, int[] ranges, int[] counts, Tensor[] likes, int[] ndims, int[] sizes) -> Tensor[]")   \
-    X(clip_, op_clip, "(Tensor(a!)[] tensors, Tensor coefficient) -> ()")                                         \
     X(unscale_, op_unscale, "(Tensor(a!)[] tensors, Tensor(b!) found_inf, Tensor inverse_scale) -> ()")           \
     X(checksums, op_checksums, "(Tensor[] tensors) -> Tensor")                                                    \
     X(adamw_, op_adamw,                                                                                           \

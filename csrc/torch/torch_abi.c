@@ -10,12 +10,6 @@
 
 struct torch_abi torch_abi;
 
-#ifdef __APPLE__
-#define LIBRARY_SUFFIX ".dylib"
-#else
-#define LIBRARY_SUFFIX ".so"
-#endif
-
 enum { OLDEST_MAJOR = 2, OLDEST_MINOR = 10 };
 
 /* What dlsym finds is an object pointer; POSIX says that it may be read back as a function. */
@@ -90,8 +84,8 @@ int torch_abi_init(void) {
         return 0;
     if (check_version() != 0)
         return -1;
-    void *library = dlopen("libtorch_cpu" LIBRARY_SUFFIX, RTLD_NOW | RTLD_NOLOAD);
-    void *cuda_library = dlopen("libtorch_cuda" LIBRARY_SUFFIX, RTLD_NOW | RTLD_NOLOAD);
+    void *library = dlopen("libtorch_cpu.so", RTLD_NOW | RTLD_NOLOAD);
+    void *cuda_library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
     if (!library) {
         PyErr_SetString(PyExc_ImportError,
                         "fsdp_c finds no loaded libtorch_cpu: this torch is built in an unknown way");

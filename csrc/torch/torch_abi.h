@@ -15,11 +15,7 @@ typedef uint64_t StableIValue;
 
 typedef struct AtenTensorOpaque *AtenTensorHandle;
 typedef struct StableListOpaque *StableListHandle;
-typedef struct StringOpaque *StringHandle;
 typedef struct TorchLibraryOpaque *TorchLibraryHandle;
-typedef struct AtenRecordFunctionOpaque *AtenRecordFunctionHandle;
-typedef struct IValueMapOpaque *IValueMapHandle;
-typedef struct C10IValueOpaque *C10IValueHandle;
 
 typedef void (*ParallelFunc)(int64_t begin, int64_t end, void *context);
 typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs);
@@ -37,24 +33,19 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(int32_t, aoti_torch_dtype_bfloat16, (void))                                                                          \
     X(int32_t, aoti_torch_dtype_float16, (void))                                                                           \
     X(int32_t, aoti_torch_dtype_int64, (void))                                                                             \
-    X(int32_t, aoti_torch_layout_strided, (void))                                                                          \
     X(size_t, aoti_torch_dtype_element_size, (int32_t dtype))                                                              \
-    X(uint64_t, aoti_torch_abi_version, (void))                                                                            \
     X(bool, aoti_torch_grad_mode_is_enabled, (void))                                                                       \
     X(void, aoti_torch_grad_mode_set_enabled, (bool enabled))                                                              \
     X(void, aoti_torch_check, (bool condition, const char *function, const char *file, uint32_t line, const char *message)) \
-    X(void, aoti_torch_warn, (const char *function, const char *file, uint32_t line, const char *message))                 \
     X(AOTITorchError, aoti_torch_delete_tensor_object, (AtenTensorHandle tensor))                                          \
     X(AOTITorchError, aoti_torch_new_tensor_handle, (AtenTensorHandle tensor, AtenTensorHandle *new_tensor))               \
     X(AOTITorchError, aoti_torch_get_data_ptr, (AtenTensorHandle tensor, void **data))                                     \
-    X(AOTITorchError, aoti_torch_get_storage_size, (AtenTensorHandle tensor, int64_t *nbytes))                             \
     X(AOTITorchError, aoti_torch_get_storage_offset, (AtenTensorHandle tensor, int64_t *offset))                           \
     X(AOTITorchError, aoti_torch_get_dim, (AtenTensorHandle tensor, int64_t *ndim))                                        \
     X(AOTITorchError, aoti_torch_get_numel, (AtenTensorHandle tensor, int64_t *numel))                                     \
     X(AOTITorchError, aoti_torch_get_sizes, (AtenTensorHandle tensor, int64_t **sizes))                                    \
     X(AOTITorchError, aoti_torch_get_strides, (AtenTensorHandle tensor, int64_t **strides))                                \
     X(AOTITorchError, aoti_torch_get_dtype, (AtenTensorHandle tensor, int32_t *dtype))                                     \
-    X(AOTITorchError, aoti_torch_get_layout, (AtenTensorHandle tensor, int32_t *layout))                                   \
     X(AOTITorchError, aoti_torch_get_device_type, (AtenTensorHandle tensor, int32_t *device_type))                         \
     X(AOTITorchError, aoti_torch_get_device_index, (AtenTensorHandle tensor, int32_t *device_index))                       \
     X(AOTITorchError, aoti_torch_is_contiguous, (AtenTensorHandle tensor, bool *is_contiguous))                            \
@@ -64,10 +55,6 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(AOTITorchError, aoti_torch__reinterpret_tensor,                                                                      \
       (AtenTensorHandle tensor, int64_t ndim, const int64_t *sizes, const int64_t *strides, int64_t storage_offset,        \
        AtenTensorHandle *new_tensor))                                                                                      \
-    X(AOTITorchError, aoti_torch_copy_, (AtenTensorHandle tensor, AtenTensorHandle source, int32_t non_blocking))          \
-    X(AOTITorchError, aoti_torch_zero_, (AtenTensorHandle tensor))                                                         \
-    X(AOTITorchError, aoti_torch_library_init_def,                                                                         \
-      (const char *name, const char *file, uint32_t line, TorchLibraryHandle *library))                                    \
     X(AOTITorchError, aoti_torch_library_init_fragment,                                                                    \
       (const char *name, const char *file, uint32_t line, TorchLibraryHandle *library))                                    \
     X(AOTITorchError, aoti_torch_library_init_impl,                                                                        \
@@ -80,20 +67,10 @@ typedef void (*boxed_kernel)(StableIValue *stack, uint64_t num_inputs, uint64_t 
     X(AOTITorchError, torch_new_list_reserve_size, (size_t size, StableListHandle *list))                                  \
     X(AOTITorchError, torch_list_size, (StableListHandle list, size_t *size))                                              \
     X(AOTITorchError, torch_list_get_item, (StableListHandle list, size_t index, StableIValue *item))                      \
-    X(AOTITorchError, torch_list_set_item, (StableListHandle list, size_t index, StableIValue item))                       \
     X(AOTITorchError, torch_list_push_back, (StableListHandle list, StableIValue item))                                    \
     X(AOTITorchError, torch_delete_list, (StableListHandle list))                                                          \
-    X(AOTITorchError, torch_new_string_handle, (const char *text, size_t length, StringHandle *string))                    \
-    X(AOTITorchError, torch_delete_string, (StringHandle string))                                                          \
-    X(AOTITorchError, torch_string_length, (StringHandle string, size_t *length))                                          \
-    X(AOTITorchError, torch_string_c_str, (StringHandle string, const char **text))                                        \
     X(AOTITorchError, torch_parallel_for,                                                                                  \
-      (int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void *context))                                       \
-    X(AOTITorchError, torch_get_num_threads, (uint32_t *num_threads))                                                      \
-    X(AOTITorchError, aoti_record_function_start,                                                                          \
-      (const char *name, IValueMapHandle kwargs, const C10IValueHandle *inputs, const uint64_t num_inputs,                 \
-       AtenRecordFunctionHandle *guard))                                                                                   \
-    X(AOTITorchError, aoti_record_function_end, (AtenRecordFunctionHandle guard))
+      (int64_t begin, int64_t end, int64_t grain, ParallelFunc body, void *context))
 
 #define TORCH_ABI_OPTIONAL(X)                                                                                              \
     X(const char *, torch_exception_get_what_without_backtrace, (void))                                                    \

@@ -19,7 +19,6 @@ from fsdp_c.sharding.sharded_module import ShardedModule
 from fsdp_c.tools import flight_recorder
 
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
-_NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -191,24 +190,25 @@ def _norms_op(tensors: list[Tensor], p: float) -> Tensor:
     return _norms(tensors, p, torch.float64 if is_double else torch.float32)
 
 
-if not hasattr(torch.ops.fsdp_c, "norms"):  # a second import finds that of the first
-    _library = torch.library.Library("fsdp_c", "FRAGMENT")
-    _library.define("norms(Tensor[] tensors, float p) -> Tensor")
-    for _key in ("CPU", "CUDA", "Meta"):
-        _library.impl("norms", _norms_op, _key)
-
-
 def _scale(grads: list[Tensor], coefficient: Tensor) -> None:
     """Multiply without looking at the coefficient: 1 changes nothing, and asking would wait for the device."""
-    if grads and _is_native(grads):
-        torch.ops.fsdp_c.clip_(grads, coefficient.to(grads[0].device))
-        return
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for grad in grads:
-        grad.mul_(coefficient.to(grad.device, grad.dtype))
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    for (device, dtype), group in groups.items():
+        torch._foreach_mul_(group, coefficient.to(device, dtype))
 
 
-def _is_native(grads: list[Tensor]) -> bool:
-    """Whether ``fsdp_c::clip_`` takes these; bit for bit it gives what torch gives."""
-    first = grads[0]
-    taken = all(g.device == first.device and g.dtype in _NATIVE_DTYPES and g.is_contiguous() for g in grads)
-    return taken and (first.is_cpu or (first.is_cuda and all(grad.dtype == first.dtype for grad in grads)))
+@torch.no_grad()
+def _clip_op(tensors: list[Tensor], coefficient: Tensor) -> None:
+    """``torch.ops.fsdp_c.clip_``: each times the one number of ``coefficient``, rounded to the tensor's dtype first."""
+    _scale(tensors, coefficient.reshape(()))
+
+
+if not hasattr(torch.ops.fsdp_c, "norms"):  # a second import finds those of the first
+    _library = torch.library.Library("fsdp_c", "FRAGMENT")
+    _library.define("norms(Tensor[] tensors, float p) -> Tensor")
+    _library.define("clip_(Tensor(a!)[] tensors, Tensor coefficient) -> ()")
+    for _key in ("CPU", "CUDA", "Meta"):
+        _library.impl("norms", _norms_op, _key)
+        _library.impl("clip_", _clip_op, _key)

@@ -204,4 +204,4 @@ def test_a_launch_goes_to_the_current_stream() -> None:
 
 def test_a_tensor_on_the_cpu_among_others_is_refused() -> None:
     with pytest.raises(RuntimeError, match="must be on the GPU"):
-        ops.clip_([numbers(3, torch.float32)], torch.tensor(0.5))
+        ops.accumulate_shard(numbers(3, torch.float32), torch.ones(3), 1.0)

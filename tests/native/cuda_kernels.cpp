@@ -5,7 +5,6 @@
 
 #include "harness.h"
 #include "kernels/cuda_elementwise.h"
-#include "kernels/cuda_kernels.h"
 
 enum { MOST_NDIM_HERE = 4 };
 
@@ -346,38 +345,6 @@ static void test_copy_ranges_and_fill_equal_the_cpus(void) {
     }
 }
 
-/* ---- scale ---- */
-
-static void test_scale_equals_the_cpus_for_any_coefficient(void) {
-    enum { COUNT = 120 };
-    for (int of = 0; of < DTYPE_COUNT; of++) {
-        const double coefficient = 0.3183098861;
-        double stored = 0;
-        std::vector<memory *> expected, actual;
-        struct tensor_view expected_views[COUNT] = {}, actual_views[COUNT] = {};
-        int64_t sizes[COUNT];
-        kernel_cast_divide(&stored, (enum dtype)of, &coefficient, DTYPE_FLOAT64, 1, 1.0, nullptr);
-        for (int i = 0; i < COUNT; i++) {
-            enum dtype dtype = (enum dtype)random_below(&random_state, DTYPE_COUNT);
-            sizes[i] = random_below(&random_state, 300);
-            expected.push_back(new memory(dtype, sizes[i]));
-            actual.push_back(new memory(dtype, sizes[i], i % 5));
-            fill_numbers(expected.back(), dtype, sizes[i]);
-            actual.back()->set(*expected.back());
-            expected_views[i].data = expected.back()->data;
-            actual_views[i].data = actual.back()->data;
-            expected_views[i].dtype = actual_views[i].dtype = dtype;
-        }
-        CHECK_EQUAL(cpu_kernels.scale(expected_views, sizes, COUNT, &stored, (enum dtype)of, &on_cpu), STATUS_OK);
-        CHECK_EQUAL(table->scale(actual_views, sizes, COUNT, &stored, (enum dtype)of, &on_gpu), STATUS_OK);
-        for (int i = 0; i < COUNT; i++) {
-            CHECK(actual[(size_t)i]->equals(*expected[(size_t)i]));
-            delete expected[(size_t)i];
-            delete actual[(size_t)i];
-        }
-    }
-}
-
 /* ---- unscale ---- */
 
 /* 100 tensors of every dtype, changed by the CPU and by the GPU; `spoilt` of them hold what is not finite. */
@@ -536,7 +503,6 @@ static void test_nothing_to_do_is_no_launch(void) {
     CHECK_EQUAL(table->accumulate(nullptr, DTYPE_FLOAT32, nullptr, DTYPE_BFLOAT16, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->fill(nullptr, DTYPE_FLOAT32, 0, 3.0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->copy_ranges(nullptr, DTYPE_FLOAT32, nullptr, 0, &on_gpu), STATUS_OK);
-    CHECK_EQUAL(table->scale(&view, &none, 1, &none, DTYPE_FLOAT32, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->unscale(&view, &none, 1, nullptr, nullptr, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->checksums(nullptr, nullptr, 0, &on_gpu), STATUS_OK);
     CHECK_EQUAL(table->adamw(nullptr, 0, nullptr, &on_gpu), STATUS_OK);
@@ -624,7 +590,6 @@ int main(void) {
     RUN(test_pack_of_a_unit_is_one_launch);
     RUN(test_pack_refuses_what_the_cpu_refuses);
     RUN(test_copy_ranges_and_fill_equal_the_cpus);
-    RUN(test_scale_equals_the_cpus_for_any_coefficient);
     RUN(test_unscale_equals_the_cpus_and_finds_what_is_not_finite);
     RUN(test_checksums_equal_the_cpus_at_any_length_and_address);
     RUN(test_adamw_equals_the_cpus_for_operands_of_any_dtype_and_address);

@@ -1,5 +1,5 @@
-/* links: kernels/accumulate.c kernels/adam.c kernels/blocks.c kernels/cast.c kernels/checksum.c kernels/copy.c kernels/loops.c kernels/loops_avx2.c
-          kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c kernels/scale.c kernels/unscale.c */
+/* links: kernels/adam.c kernels/blocks.c kernels/checksum.c kernels/elementwise.c kernels/loops.c kernels/loops_avx2.c
+          kernels/loops_avx512.c kernels/loops_default.c kernels/pack.c */
 #include <math.h>
 #include <string.h>
 
@@ -246,7 +246,6 @@ static void test_kernels_accept_nothing_to_do(void) {
     CHECK_EQUAL(kernel_accumulate(NULL, DTYPE_FLOAT32, NULL, DTYPE_BFLOAT16, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_fill(NULL, DTYPE_FLOAT32, 0, 3.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_copy_ranges(NULL, DTYPE_FLOAT32, NULL, 0, &cutting), STATUS_OK);
-    CHECK_EQUAL(kernel_scale(NULL, NULL, 0, 2.0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_unscale(NULL, NULL, 0, NULL, NULL, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_checksums(NULL, NULL, 0, &cutting), STATUS_OK);
     CHECK_EQUAL(kernel_adamw(NULL, 0, NULL, &cutting), STATUS_OK);

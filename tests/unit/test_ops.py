@@ -153,7 +153,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...], str]] = {
         "lr must have one element, not 4",
     ),
     "strided bytes": ("checksums", ([torch.ones(2, 3).t()],), "each of tensors must be contiguous"),
-    "two coefficients": ("clip_", ([F], torch.ones(2)), "coefficient must have one element, not 2"),
 }
 
 

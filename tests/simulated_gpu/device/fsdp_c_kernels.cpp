@@ -207,16 +207,6 @@ static enum status fill(void *output, enum dtype dtype, int64_t numel, double va
     return now.run([=](const struct kernel_stream *at) { return inner->fill(output, dtype, numel, value, at); });
 }
 
-static enum status scale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
-                         const void *coefficient, enum dtype dtype, const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c scale", stream);
-    now.reads(coefficient, dtype_nbytes(dtype));
-    now.changes_all(tensors, numels, count);
-    return now.run([=, views = kept(tensors, count), sizes = kept(numels, count)](const struct kernel_stream *at) {
-        return inner->scale(views.data(), sizes.data(), count, coefficient, dtype, at);
-    });
-}
-
 static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
                            const float *inverse, float *found_inf, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c unscale", stream);
@@ -278,17 +268,7 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION,
-        pack,
-        pack_add,
-        cast_divide,
-        accumulate,
-        copy_ranges,
-        fill,
-        scale,
-        unscale,
-        checksums,
-        adamw,
+        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, copy_ranges, fill, unscale, checksums, adamw,
         device_error,
         why_not_on,
     };

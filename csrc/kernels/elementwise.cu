@@ -1,0 +1,196 @@
+/* The kernels of elementwise.c on the GPU, each an operation of cuda_elementwise.h. */
+#include "kernels/cuda_elementwise.h"
+
+/* ---- casts with an optional division, of one tensor or of many ---- */
+
+enum status cuda_cast_segments(struct segment_table *table, enum dtype output_dtype, enum dtype input_dtype,
+                               double divisor, const struct kernel_stream *stream) {
+    return with_types(output_dtype, input_dtype, [&](auto out, auto in) {
+        using Out = decltype(out);
+        using In = decltype(in);
+        cast_divide_operation<Out, In> operation = {division<Out>(divisor)};
+        return enqueue_elementwise<Out, In>(table, operation, stream);
+    });
+}
+
+extern "C" enum status cuda_cast_divide(void *output, enum dtype output_dtype, const void *input,
+                                        enum dtype input_dtype, int64_t numel, double divisor,
+                                        const struct kernel_stream *stream) {
+    struct segment_table table;
+    if ((unsigned)output_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT)
+        return STATUS_UNSUPPORTED;
+    if (numel < 0 || (output == input && output_dtype != input_dtype && numel > 0))
+        return STATUS_INVALID;
+    device_guard guard(stream);
+    if (guard.status != STATUS_OK)
+        return guard.status;
+    table.count = 0;
+    table_add(&table, output, input, numel, 0);
+    return cuda_cast_segments(&table, output_dtype, input_dtype, divisor, stream);
+}
+
+/* ---- a reduced shard onto the one accumulated before, with the post-division and the upcast on the way ---- */
+
+/* The quotient in the input's dtype, then the cast, then the sum; each is rounded before the next. */
+template <typename Out, typename In> struct accumulate_operation {
+    static constexpr bool READS_OUTPUT = true;
+    static constexpr bool READS_INPUT = true;
+    division<In> divided;
+
+    __device__ void begin() {
+    }
+    __device__ Out operator()(Out sum, In value) const {
+        Out addend = converted<Out>(divided(value));
+        return element<Out>::store(element<Out>::load(sum) + element<Out>::load(addend));
+    }
+};
+
+extern "C" enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                                       enum dtype input_dtype, int64_t numel, double divisor,
+                                       const struct kernel_stream *stream) {
+    if ((unsigned)accumulator_dtype >= DTYPE_COUNT || (unsigned)input_dtype >= DTYPE_COUNT)
+        return STATUS_UNSUPPORTED;
+    if (numel < 0)
+        return STATUS_INVALID;
+    device_guard guard(stream);
+    if (guard.status != STATUS_OK)
+        return guard.status;
+    return with_types(accumulator_dtype, input_dtype, [&](auto out, auto in) {
+        using Out = decltype(out);
+        using In = decltype(in);
+        struct segment_table table;
+        table.count = 0;
+        table_add(&table, accumulator, input, numel, 0);
+        accumulate_operation<Out, In> operation = {division<In>(divisor)};
+        return enqueue_elementwise<Out, In>(&table, operation, stream);
+    });
+}
+
+/* ---- a gradient scaler's look for inf and NaN; what was found stays on the device ---- */
+
+template <typename T> struct unscale_operation {
+    static constexpr bool READS_OUTPUT = true;
+    static constexpr bool READS_INPUT = false;
+    const float *inverse_scale;
+    float *found_inf;
+    arithmetic_of<T> factor;
+
+    __device__ void begin() {
+        factor = (arithmetic_of<T>)*inverse_scale;
+    }
+    __device__ T operator()(T value, T) const {
+        arithmetic_of<T> number = element<T>::load(value);
+        if (number - number != 0)
+            *found_inf = 1.0f; /* whoever else writes it writes the same */
+        return element<T>::store(number * factor);
+    }
+};
+
+/* The tensors of one dtype. */
+template <typename T>
+static enum status unscale_of_dtype(enum dtype dtype, const struct tensor_view *tensors, const int64_t *numels,
+                                    int64_t num_tensors, const unscale_operation<T> &operation,
+                                    const struct kernel_stream *stream) {
+    struct segment_table table;
+    enum status status = STATUS_OK;
+    table.count = 0;
+    for (int64_t i = 0; i < num_tensors && status == STATUS_OK; i++) {
+        if (tensors[i].dtype == dtype)
+            table_add(&table, tensors[i].data, nullptr, numels[i], 0);
+        if (table_is_full(&table))
+            status = enqueue_elementwise<T, T>(&table, operation, stream);
+    }
+    return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, operation, stream) : status;
+}
+
+extern "C" enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                                    const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
+    for (int64_t i = 0; i < num_tensors; i++)
+        if ((unsigned)tensors[i].dtype >= DTYPE_COUNT)
+            return STATUS_UNSUPPORTED;
+    device_guard guard(stream);
+    enum status status = guard.status;
+    for (int of = 0; of < DTYPE_COUNT && status == STATUS_OK; of++) {
+        status = with_type((enum dtype)of, [&](auto type) {
+            unscale_operation<decltype(type)> operation = {inverse_scale, found_inf, 0};
+            return unscale_of_dtype((enum dtype)of, tensors, numels, num_tensors, operation, stream);
+        });
+    }
+    return status;
+}
+
+/* ---- moving elements without conversion, and padding ---- */
+
+template <typename T> struct copy_operation {
+    static constexpr bool READS_OUTPUT = false;
+    static constexpr bool READS_INPUT = true;
+
+    __device__ void begin() {
+    }
+    __device__ T operator()(T, T value) const {
+        return value;
+    }
+};
+
+template <typename T>
+static enum status copy_ranges(T *output, const struct copy_range *ranges, int64_t num_ranges,
+                               const struct kernel_stream *stream) {
+    struct segment_table table;
+    enum status status = STATUS_OK;
+    table.count = 0;
+    for (int64_t i = 0; i < num_ranges && status == STATUS_OK; i++) {
+        const struct copy_range &range = ranges[i];
+        if (range.numel > 0) {
+            table_add(&table, output + range.output_offset, (const T *)range.input + range.input_offset, range.numel,
+                      0);
+        }
+        if (table_is_full(&table))
+            status = enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream);
+    }
+    return status == STATUS_OK ? enqueue_elementwise<T, T>(&table, copy_operation<T>(), stream) : status;
+}
+
+extern "C" enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges,
+                                        int64_t num_ranges, const struct kernel_stream *stream) {
+    device_guard guard(stream);
+    if (guard.status != STATUS_OK)
+        return guard.status;
+    switch (dtype) { /* as integers of their size: a copy never changes a NaN */
+    case DTYPE_BFLOAT16:
+    case DTYPE_FLOAT16:
+        return copy_ranges((uint16_t *)output, ranges, num_ranges, stream);
+    case DTYPE_FLOAT32:
+        return copy_ranges((uint32_t *)output, ranges, num_ranges, stream);
+    case DTYPE_FLOAT64:
+        return copy_ranges((uint64_t *)output, ranges, num_ranges, stream);
+    default:
+        return STATUS_UNSUPPORTED;
+    }
+}
+
+template <typename T> struct fill_operation {
+    static constexpr bool READS_OUTPUT = false;
+    static constexpr bool READS_INPUT = false;
+    T value;
+
+    __device__ void begin() {
+    }
+    __device__ T operator()(T, T) const {
+        return value;
+    }
+};
+
+extern "C" enum status cuda_fill(void *output, enum dtype dtype, int64_t numel, double value,
+                                 const struct kernel_stream *stream) {
+    device_guard guard(stream);
+    if (guard.status != STATUS_OK)
+        return guard.status;
+    return with_type(dtype, [&](auto out) {
+        using Out = decltype(out);
+        struct segment_table table;
+        fill_operation<Out> operation = {converted<Out>(value)};
+        table.count = 0;
+        table_add(&table, output, nullptr, numel > 0 ? numel : 0, 0);
+        return enqueue_elementwise<Out, Out>(&table, operation, stream);
+    });
+}
