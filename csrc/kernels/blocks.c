@@ -83,7 +83,7 @@ static double rounded_to(double number, enum dtype dtype) {
     case DTYPE_BFLOAT16:
         return (double)float_from_bfloat16(bfloat16_from_float((float)number));
     case DTYPE_FLOAT16:
-        return (double)float_from_float16(float16_from_float((float)number));
+        return (double)float_from_float16(float16_from_double(number));
     default:
         return number;
     }
