@@ -1,4 +1,5 @@
 /* Element types and their conversions, bit for bit as torch's: every narrowing goes through fp32 and rounds to nearest even.
+ * On aarch64 the one from fp64 to fp16 does not: the processor rounds it once, and so torch does there.
  *
  * The bodies hold no branch, only selects, so that the compiler can vectorise the loops around them. */
 #ifndef FSDP_KERNELS_CONVERT_H
@@ -63,6 +64,17 @@ static inline float16 float16_from_float(float value) {
     return (float16){(uint16_t)(sign | half)};
 }
 
+static inline float16 float16_from_double(double value) {
+#ifdef __aarch64__
+    __fp16 half = (__fp16)value;
+    float16 result;
+    memcpy(&result, &half, sizeof result);
+    return result;
+#else
+    return float16_from_float((float)value);
+#endif
+}
+
 static inline bfloat16 bfloat16_from_float16(float16 value) {
     return bfloat16_from_float(float_from_float16(value));
 }
@@ -79,7 +91,6 @@ static inline float16 float16_from_bfloat16(bfloat16 value) {
 #define double_from_bfloat16(value)   ((double)float_from_bfloat16(value))
 #define double_from_float16(value)    ((double)float_from_float16(value))
 #define bfloat16_from_double(value)   bfloat16_from_float((float)(value))
-#define float16_from_double(value)    float16_from_float((float)(value))
 
 /* The arithmetic of each type: what it is computed in, loaded to and stored from. */
 typedef float float_arith;

@@ -59,11 +59,13 @@ def test_cast_of_all_16_bit_numbers(source: torch.dtype, target: torch.dtype) ->
     assert_same_bits(OPS.cast_divide(tensor, 1.0, target), tensor.to(target))
 
 
+@pytest.mark.parametrize("source", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float16], ids=str)
-def test_cast_to_16_bits_around_every_tie(target: torch.dtype) -> None:
-    exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(target).float()
+def test_cast_to_16_bits_around_every_tie(source: torch.dtype, target: torch.dtype) -> None:
+    """Next to a tie, float64 rounds to the tie in float32: what comes out depends on whether torch goes that way."""
+    exact = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(target).to(source)
     exact = exact[exact.isfinite()]
-    step = (exact.to(target).view(torch.int16) + 1).view(target).float() - exact
+    step = (exact.to(target).view(torch.int16) + 1).view(target).to(source) - exact
     ties = exact + step / 2
     for tensor in (ties, torch.nextafter(ties, exact), torch.nextafter(ties, exact + step)):
         assert_same_bits(OPS.cast_divide(tensor, 1.0, target), tensor.to(target))
@@ -81,10 +83,13 @@ def test_accumulate_rounds_quotient_cast_and_sum(source: torch.dtype, target: to
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan])
-def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(dtype: torch.dtype, coefficient: float) -> None:
+@pytest.mark.parametrize("number", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("coefficient", [0.3, 1.0, 0.0, math.nan, 1 + 2**-11 + 2**-40])  # the last is next to a tie
+def test_clip_multiplies_by_the_coefficient_in_the_tensors_dtype(
+    dtype: torch.dtype, coefficient: float, number: torch.dtype
+) -> None:
     tensors = [values(numel, dtype, seed=numel) for numel in NUMELS]
-    scalar = torch.tensor(coefficient)
+    scalar = torch.tensor(coefficient, dtype=number)
     expected = [tensor * scalar.to(dtype) for tensor in tensors]
     OPS.clip_(tensors, scalar)
     for actual, reference in zip(tensors, expected, strict=True):
