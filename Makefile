@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu wheel test-wheel
+.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu test-cuda-build wheel test-wheel
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,7 @@ help:
 	@echo 'make soak          2,000 steps under random faults, beside the same undisturbed'
 	@echo 'make test-clients  train with the libraries that people use, which it installs'
 	@echo 'make test-simulated-gpu  tests on a simulated GPU: those of test-cuda, and those on ranks and of parity with device "cuda"'
+	@echo 'make test-cuda-build  tests on a CUDA build of torch without a GPU, in an environment of its own: 5 GB (CUDA_BUILD_TORCH=2.13.0)'
 	@echo 'make test-cuda     tests on a GPU (needs one, nvcc, and a torch with CUDA, perhaps that of CUDA_PYTHON=python3)'
 	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
 	@echo 'make test-versions the suite on other torch and Python (VERSIONS="$(VERSIONS)" PYTHONS="3.10 3.13"): 5 to 7 GB each'
@@ -153,6 +154,17 @@ test-simulated-gpu: build $(VENV)/.dev
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest tests/races
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest --device cuda tests/parity/test_random_programs.py
 	$(ON_SIMULATED_GPU) -m pytest --device cuda $(ON_ANY_DEVICE)
+
+# torch's own CUDA build over a GPU that is not there: docs/real_cuda.md. Of each file that runs on any device it takes one test in
+# CUDA_BUILD_PART. Needs nvcc. The environment is made once, and what stands under torch when stale, into build/real_cuda.
+CUDA_BUILD_TORCH ?= 2.13.0
+CUDA_BUILD_PART ?= 12
+ON_CUDA_BUILD := FAKE_CUDA_TORCH=$(CUDA_BUILD_TORCH) $(BIN)/python -m tests.real_cuda
+
+test-cuda-build: build
+	FAKE_CUDA_LATE=1 $(ON_CUDA_BUILD) -m pytest tests/cuda
+	$(ON_CUDA_BUILD) -m pytest tests/real_cuda
+	$(ON_CUDA_BUILD) -m pytest --device cuda --part $(CUDA_BUILD_PART) $(ON_ANY_DEVICE)
 
 test-clients: build $(VENV)/.clients
 	$(PYTEST) tests/clients

@@ -154,7 +154,7 @@ def make_environment(version: Version, tree: Path) -> None:
         "install",
         "--disable-pip-version-check",
         "-q",
-        f"torch=={torch_version}",
+        f"torch==={torch_version}",  # and no build with a label, as 2.13.0+cpu, in its place
     ]
     subprocess.run([*install, *requirements()], check=True)
     for packages in version.home.glob("lib/python*/site-packages"):

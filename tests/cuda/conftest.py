@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fsdp_c
-from tests import simulated_gpu
+from tests import real_cuda, simulated_gpu
 from tests.simulated_gpu import races
 
 HERE = Path(__file__).parent
@@ -34,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = missing()
+    if reason is not None and real_cuda.is_on():
+        raise pytest.UsageError(f"this process was to have a CUDA build of torch: {reason}")
     for item in items:
         if HERE not in item.path.parents:
             continue

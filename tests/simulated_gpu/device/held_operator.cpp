@@ -66,8 +66,8 @@ void held_operator::fill(value_place from, const Tensor &into) {
     fills.push_back({from, as_cpu(into)});
 }
 
-void held_operator::draw_from(int device) {
-    drawn_device = device;
+void held_operator::surround(std::function<void(const std::function<void()> &run)> with) {
+    surroundings = std::move(with);
 }
 
 /* Tensors of their own on the same memory, as the kernel may resize them. */
@@ -84,11 +84,7 @@ void held_operator::run() const {
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     values stack = renewed(arguments), before = stack;
-    std::optional<drawing_from> numbers;
-    if (drawn_device >= 0) {
-        numbers.emplace(drawn_device);
-    }
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    surroundings([&] { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack); });
     for (const auto &[from, into] : fills) {
         const values &of = from.is_result ? stack : before;
         for_each_place(of, from.value, from.value + 1, from.is_result,

@@ -5,7 +5,7 @@
 
 #include <functional>
 
-#include "tensors.h"
+#include "cpu_tensors.h"
 
 namespace simulated_gpu {
 
@@ -24,7 +24,8 @@ class held_operator {
 
     /* After a run, the tensor goes where `into` lies now. */
     void fill(value_place from, const at::Tensor &into);
-    void draw_from(int device);
+    /* What is done around each run: it calls its argument. */
+    void surround(std::function<void(const std::function<void()> &run)> with);
 
     void run() const;
 
@@ -36,7 +37,7 @@ class held_operator {
     c10::OperatorHandle op;
     std::vector<c10::IValue> arguments;
     std::vector<std::pair<value_place, at::Tensor>> fills;
-    int drawn_device = -1;
+    std::function<void(const std::function<void()> &run)> surroundings = [](const auto &run) { run(); };
 };
 
 /* What is there before work runs that is not to have run. */

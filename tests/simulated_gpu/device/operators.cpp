@@ -418,7 +418,10 @@ class device_call {
         held = std::make_shared<held_operator>(
             op, arguments, [&](const Tensor &each) { return originals.count(each.unsafeGetTensorImpl()) != 0; });
         if (draws) {
-            held->draw_from(device.index());
+            held->surround([index = device.index()](const auto &run) {
+                drawing_from numbers(index);
+                run();
+            });
         }
         note_places(first, stack->size(), false);
     }

@@ -1,10 +1,10 @@
 /* What the files on torch's side share: tensors and streams of device type CUDA, seen as those of streams.h and memory.h. */
 #pragma once
 
-#include <ATen/ATen.h>
 #include <c10/core/Stream.h>
 
 #include "accesses.h"
+#include "cpu_tensors.h"
 #include "memory.h"
 #include "timeline.h"
 
@@ -20,17 +20,9 @@ c10::Stream torch_stream(stream *which);
 /* The tensor's bytes, range by range where these are few. */
 void touch(launch &launch, const at::Tensor &tensor, enum access how);
 
-/* The same memory as a tensor of the CPU. */
-at::Tensor as_cpu(const at::Tensor &tensor);
-at::Tensor borrowed(const at::Tensor &tensor);                            /* keeps nothing alive, of whatever device */
-at::Tensor as_cpu(const at::Tensor &tensor, const c10::Storage &storage); /* or of nowhere: working_storage_of */
-c10::Storage cpu_storage_of(const c10::Storage &storage);
 /* For the operators: that of the CPU, or one without memory where nothing is computed. */
 c10::Storage working_storage_of(const c10::Storage &storage);
 double nbytes_of(const at::Tensor &tensor); /* that it moves: what is expanded counts once */
-
-/* A number of Python's that became a tensor weighs less in the choice of a result's dtype. */
-void mark_wrapped_number(const at::Tensor &tensor, const at::Tensor &as);
 
 /* Fresh memory, on the current stream of the device; what was there is copied on that stream. */
 void resize_storage(c10::StorageImpl *storage, size_t nbytes);

@@ -1,0 +1,19 @@
+"""Runs the Python of a CUDA build of torch without a GPU: ``python -m tests.real_cuda -m pytest tests/cuda``.
+
+``FAKE_CUDA_TORCH`` is the version of torch, 2.13.0 unless it says another. Without arguments its environment and the
+libraries are made, as far as they are stale, and nothing is run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tests.real_cuda import environment
+from tests.real_cuda.build import Build
+
+build = Build(os.environ.get("FAKE_CUDA_TORCH", "2.13.0"))
+build.make()
+if len(sys.argv) > 1:
+    python = str(build.version.python)
+    os.execve(python, [python, *sys.argv[1:]], os.environ | environment(build.folder))

@@ -1,0 +1,170 @@
+"""The environment with a CUDA build of torch, and the libraries that stand under it, in build/real_cuda.
+
+libcuda.so.1, libcudart.so.13, libnvidia-ml.so.1 and libnccl.so.2 are what torch finds in place of those of these names,
+liboperators.so puts operators that compute on the host's memory into torch, and _cuda.so is fsdp_c's kernels as nvcc
+made them, over libfsdp_kernels.so, which runs what they launch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.libraries import STRICT, Library, Unit, build, is_stale, one_at_a_time, soname
+from tests.versions import REQUIREMENTS, Version, make_environment
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+DEVICE = HERE / "device"
+SIMULATED = ROOT / "tests" / "simulated_gpu" / "device"  # whose held operators compute here as well
+KERNELS = ROOT / "csrc" / "kernels"
+EMULATION = ROOT / "tests" / "native" / "cuda_emulation.h"
+FOLDER = ROOT / "build" / "real_cuda"
+RUNTIME, DRIVER, MANAGEMENT, NCCL = "libcudart.so.13", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2"
+
+DEVICE_FLAGS = ["-std=c++20", "-O2", *STRICT]
+TORCH_FLAGS = ["-std=c++20", "-O1", "-DNDEBUG", *STRICT]
+KERNEL_FLAGS = ["-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", *STRICT, "-Wno-unknown-pragmas"]
+
+
+class Build:
+    """What is built for one version of torch, as "2.13.0", with one of Python after an "@"."""
+
+    def __init__(self, spec: str) -> None:
+        self.version = Version(spec, FOLDER)
+        self.folder = FOLDER / f"{self.version.home.name}.libraries"
+
+    @property
+    def packages(self) -> Path:
+        return next(self.version.home.glob("lib/python*/site-packages"))
+
+    @property
+    def torch(self) -> Path:
+        return self.packages / "torch"
+
+    def make(self) -> None:
+        """As far as it is stale: the environment takes some minutes and 5 GB, the libraries a few minutes."""
+        with one_at_a_time(FOLDER):
+            self.make_environment()
+            self.folder.mkdir(exist_ok=True)
+            build([*self.device_libraries(), self.operators()], f"what stands under torch {self.version.spec}")
+            self.make_kernels()
+
+    def make_environment(self) -> None:
+        made = self.version.results / "names.json"
+        if is_stale(made, [ROOT / name for name in REQUIREMENTS]):
+            print(f"making an environment with torch {self.version.spec}: 5 GB", flush=True)
+            make_environment(self.version, ROOT)
+        if not re.search(r"^cuda\b[^=]*=\s*'13\.", (self.torch / "version.py").read_text(), re.MULTILINE):
+            raise SystemExit(f"torch {self.version.spec} of {self.version.home} is no build for CUDA 13")
+
+    # ---- under torch
+
+    def unit(self, source: Path, flags: list[str]) -> Unit:
+        return Unit(source, self.folder / f"{source.stem}.o", tuple(flags), self.torch)
+
+    def library(self, name: str, sources: tuple[str, ...], flags: list[str], *linking: str) -> Library:
+        folders = {source: DEVICE if (DEVICE / f"{source}.cpp").exists() else SIMULATED for source in sources}
+        units = tuple(self.unit(folder / f"{source}.cpp", flags) for source, folder in folders.items())
+        return Library(self.folder / name, units, (soname(name), *linking))
+
+    def with_library(self, *names: str) -> tuple[str, ...]:
+        return (f"-L{self.folder}", *(f"-l:{name}" for name in names), "-Wl,-rpath,$ORIGIN")
+
+    def device_libraries(self) -> list[Library]:
+        flags = [*DEVICE_FLAGS, *including(cuda_include(), self.packages / "nvidia/nccl/include")]
+        names = f"-Wl,--version-script={DEVICE / 'runtime.map'}"
+        return [
+            self.library(DRIVER, ("driver", "device", "graph"), flags),
+            self.library(RUNTIME, ("runtime",), flags, names, *self.with_library(DRIVER)),
+            self.library(MANAGEMENT, ("nvml",), flags),
+            self.library(NCCL, ("nccl",), flags, "-lrt", *self.with_library(DRIVER)),
+        ]
+
+    def operators(self) -> Library:
+        headers = self.torch / "include"
+        including_torch = including(headers, headers / "torch/csrc/api/include", cuda_include(), self.toolkit_headers())
+        of_torch = (f"-L{self.torch / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10")
+        flags = [*TORCH_FLAGS, *including_torch, f"-I{SIMULATED}"]
+        sources = ("operators", "held_operator", "cpu_tensors")
+        return self.library("liboperators.so", sources, flags, *of_torch, *self.with_library(DRIVER))
+
+    def toolkit_headers(self) -> Path:
+        """Of the libraries beside the runtime, which ATen's headers include."""
+        return self.packages / "nvidia/cu13/include"
+
+    # ---- fsdp_c's kernels
+
+    def make_kernels(self) -> None:
+        objects = self.folder / "cuda"
+        settings = {"FSDP_C_CUDA": "1", "FSDP_C_CUDA_ARCHS": "90"}
+        command = [str(self.version.python), "setup.py", "-q", "build_cuda", "--build-temp", str(objects)]
+        folder = self.folder / "static"  # linked as in a wheel, with a runtime of its own, which wants a real driver
+        subprocess.run([*command, "--folder", str(folder)], cwd=ROOT, env=os.environ | settings, check=True)
+        made = sorted(objects.glob("*.o"))
+        emulated = Library(
+            self.folder / "libfsdp_kernels.so",
+            tuple(self.emulated(one) for one in made),
+            (soname("libfsdp_kernels.so"), *self.with_library(RUNTIME)),
+        )
+        linking = ("-Wl,--no-as-needed", *self.with_library(RUNTIME, emulated.target.name))
+        build([emulated, Library(self.folder / "_cuda.so", (), linking, tuple(made))], "fsdp_c's kernels")
+
+    def emulated(self, made: Path) -> Unit:
+        """The kernels of one object, from their source, under the names by which the object launches them."""
+        source = KERNELS / f"{made.stem}.cu"
+        entries = (
+            f'EMULATED("{mangled}", {str(barriers).lower()}, {name})' for mangled, name, barriers in kernels_of(made)
+        )
+        lines = [f'#include "{source}"', f'#include "{DEVICE}/kernels.h"', *entries, ""]
+        wrapper = self.folder / f"emulated_{made.stem}.cpp"
+        text = "\n".join(lines)
+        if not wrapper.exists() or wrapper.read_text() != text:
+            wrapper.write_text(text)
+        flags = [*KERNEL_FLAGS, f"-I{ROOT / 'csrc'}", "-include", str(EMULATION)]
+        return self.unit(wrapper, [*flags, "-Dfsdp_c_cuda_kernels=emulated_kernels"])
+
+
+def including(*folders: Path) -> list[str]:
+    return [word for folder in folders for word in ("-isystem", str(folder))]
+
+
+def cuda_include() -> Path:
+    """The toolkit's headers. SystemExit where there is no toolkit."""
+    nvcc = shutil.which("nvcc")
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for home in (*([Path(nvcc).resolve().parents[1]] if nvcc else []), *filter(None, homes)):
+        if (Path(home) / "include/crt/host_config.h").exists():
+            return Path(home) / "include"
+    raise SystemExit("the CUDA toolkit is not found: put its nvcc on the path, or set CUDA_HOME")
+
+
+def kernels_of(made: Path) -> Iterator[tuple[str, str, bool]]:
+    """(mangled name, name without its parameters, whether it has barriers) of the kernels that an object launches."""
+    text = "".join(path.read_text() for pattern in ("*.cu", "cuda_*.h") for path in sorted(KERNELS.glob(pattern)))
+    launched = {name: bool(barriers) for barriers, name in re.findall(r"\bENQUEUE(_WITH_BARRIERS)?\(\(?(\w+)", text)}
+    mangled = sorted(set(re.findall(rb"\b_Z\w+", made.read_bytes())))
+    names = output("c++filt", input=b"\n".join(mangled).decode()).splitlines()
+    for one, name in zip(mangled, names, strict=True):
+        plain = name.removeprefix("void ")
+        base = re.match(r"\w+", plain)
+        if base and base[0] in launched:
+            yield one.decode(), without_parameters(plain), launched[base[0]]
+
+
+def without_parameters(name: str) -> str:
+    """Up to the parenthesis that stands in no template argument."""
+    depth = 0
+    for at, char in enumerate(name):
+        depth += (char == "<") - (char == ">")
+        if char == "(" and depth == 0:
+            return name[:at]
+    return name
+
+
+def output(*command: str, input: str) -> str:
+    return subprocess.run(command, input=input, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,45 @@
+/* Kernels of .cu files, compiled for the CPU by tests/native/cuda_emulation.h, under the names that nvcc's host code launches. */
+#pragma once
+#include <mutex>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/cuda_launch.h"
+
+extern "C" void fake_cuda_emulate(const char *name, void (*run)(const unsigned[3], const unsigned[3], void **, int),
+                                  const size_t *nbytes, size_t count);
+
+static std::mutex &emulation_lock() {
+    static auto *made = new std::mutex; /* what is __shared__ is static: one block at a time, of one file */
+    return *made;
+}
+
+template <auto kernel, bool barriers> struct emulated_launch;
+template <class... A, void (*kernel)(A...), bool barriers> struct emulated_launch<kernel, barriers> {
+    template <size_t... I> static void call(void **arguments, std::index_sequence<I...>) {
+        kernel(*(std::remove_reference_t<A> *)arguments[I]...);
+    }
+    static void bring(const char *name) {
+        const size_t nbytes[] = {sizeof(std::remove_reference_t<A>)...};
+        fake_cuda_emulate(name, &run, nbytes, sizeof...(A));
+    }
+    static void run(const unsigned grid[3], const unsigned block[3], void **arguments, int device) {
+        std::lock_guard<std::mutex> held(emulation_lock());
+        emulated_device = device;
+        if (block[0] != THREADS) {
+            emulated_stop("a launch with another number of threads than the kernel was compiled for");
+        }
+        auto body = [&] { call(arguments, std::index_sequence_for<A...>{}); };
+        if constexpr (barriers) {
+            emulate_with_barriers(grid[0], block[0], device, body);
+        } else {
+            emulate(grid[0], block[0], device, body);
+        }
+    }
+};
+
+/* At the library's start. */
+#define EMULATED(name, barriers, ...) EMULATED_AT(__COUNTER__, name, barriers, __VA_ARGS__)
+#define EMULATED_AT(count, ...)       EMULATED_AS(count, __VA_ARGS__)
+#define EMULATED_AS(count, name, barriers, ...)                                                                        \
+    [[maybe_unused]] static const bool emulated_##count = (emulated_launch<&__VA_ARGS__, barriers>::bring(name), true);

@@ -1,0 +1,452 @@
+/* The operators of key CUDA by those of the CPU, in a torch that was built for CUDA.
+ *
+ * Memory, views, streams and copies of bytes stay torch's own. Of each other operator that has a kernel under the key CUDA that
+ * kernel is replaced: its tensors become tensors of the CPU on the same memory, the CPU's kernel runs, and its results are
+ * copied into tensors that torch's CUDA allocator makes. */
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/cuda/Resize.h>
+#include <ATen/ops/copy_native.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include "cpu_tensors.h"
+#include "graph.h"
+#include "held_operator.h"
+
+namespace {
+
+using at::Tensor;
+using c10::IValue;
+using torch::jit::Stack;
+using names = std::unordered_set<std::string>;
+using simulated_gpu::as_cpu;
+using simulated_gpu::borrowed;
+using simulated_gpu::cpu_storage_of;
+using simulated_gpu::held_operator;
+using simulated_gpu::mark_wrapped_number;
+
+size_t needed_nbytes(const Tensor &tensor) {
+    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
+                                            (size_t)tensor.storage_offset());
+}
+
+CUstream_st *stream_on(const c10::Device &device) {
+    return fake::stream_of(c10::cuda::getCurrentCUDAStream(device.index()).stream());
+}
+
+fake::bytes bytes_of(const Tensor &tensor) {
+    size_t offset = (size_t)tensor.storage_offset() * tensor.element_size();
+    return {(char *)const_cast<void *>(tensor.storage().data()) + offset,
+            tensor.numel() ? needed_nbytes(tensor) - offset : 0};
+}
+
+/* Bytes of one tensor of the CPU are put into another's, by a launch. */
+void copy_later(CUstream_st *on, const Tensor &into, const Tensor &from) {
+    fake::run(on,
+              [to = into, from] {
+                  at::AutoDispatchBelowADInplaceOrView below;
+                  Tensor result = to;
+                  at::native::copy_(result, from, false);
+              },
+              {bytes_of(into)});
+}
+
+/* ---- random numbers: of a generator of the CPU, seeded by the seed and the offset that the CUDA generator is at ---- */
+
+/* A graph finds both in memory, as they are when it is launched. */
+at::PhiloxCudaState take_numbers(const at::Generator &of_device) {
+    auto *from = at::check_generator<at::CUDAGeneratorImpl>(of_device);
+    std::lock_guard<std::mutex> held(from->mutex_);
+    return from->philox_cuda_state(4);
+}
+
+void draw(const at::PhiloxCudaState &numbers, const std::function<void()> &run) {
+    uint64_t seed = numbers.captured_ ? (uint64_t)*numbers.seed_.ptr : numbers.seed_.val;
+    uint64_t offset =
+        numbers.captured_ ? (uint64_t)*numbers.offset_.ptr + numbers.offset_intragraph_ : numbers.offset_.val;
+    at::Generator cpu = at::detail::getDefaultCPUGenerator();
+    Tensor before;
+    {
+        std::lock_guard<std::mutex> held(cpu.mutex());
+        before = cpu.get_state();
+        cpu.set_current_seed(seed * 1000003 + offset * 7919 + 1);
+    }
+    run();
+    std::lock_guard<std::mutex> held(cpu.mutex());
+    cpu.set_state(before);
+}
+
+/* ---- one call ---- */
+
+/* Beside tensors of a GPU, one of the CPU with dimensions is an error but for these. */
+bool takes_cpu_tensors(const std::string &name) {
+    return name.find("index") != std::string::npos || name.find("copy") != std::string::npos ||
+           name.rfind("aten::_fused", 0) == 0 || name.rfind("aten::_foreach", 0) == 0;
+}
+
+/* The host learns the sizes of their results from the device. */
+bool makes_the_host_wait(const std::string &name) {
+    static const names all = {"aten::equal",    "aten::nonzero",          "aten::masked_select",
+                              "aten::_unique2", "aten::unique_dim",       "aten::unique_consecutive",
+                              "aten::bincount", "aten::repeat_interleave"};
+    return all.count(name) != 0;
+}
+
+class device_call {
+  public:
+    device_call(const c10::OperatorHandle &operator_, Stack *values)
+        : op(operator_), schema(operator_.schema()), stack(values), first(values->size() - schema.arguments().size()) {
+    }
+
+    void run() {
+        find_device();
+        c10::cuda::CUDAGuard guard(device);
+        on = stream_on(device);
+        std::optional<at::PhiloxCudaState> numbers;
+        if (op.hasTag(at::Tag::nondeterministic_seeded)) {
+            numbers = take_numbers(generator());
+        }
+        for (size_t i = 0; i < schema.arguments().size(); i++) {
+            convert((*stack)[first + i]);
+        }
+        if (on->capture) {
+            hold_arguments(numbers);
+        }
+        {
+            fake::turn mine(on);
+            at::AutoDispatchBelowADInplaceOrView below;
+            auto compute = [&] { op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack); };
+            if (numbers) {
+                draw(*numbers, compute);
+            } else {
+                compute();
+            }
+        }
+        if (on->capture) {
+            note_places(stack->size() - schema.returns().size(), stack->size(), true);
+        }
+        for (auto &[_, pair] : originals) {
+            follow(pair.first, pair.second);
+        }
+        for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
+            bring_back((*stack)[i]);
+        }
+        if (on->capture) {
+            on->capture->hold([kept = std::move(held)] { kept->run(); });
+        }
+        if (makes_the_host_wait(schema.name())) {
+            c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device.index()));
+        }
+    }
+
+  private:
+    const c10::OperatorHandle &op;
+    const c10::FunctionSchema &schema;
+    Stack *stack;
+    size_t first; /* of the arguments on the stack */
+    c10::Device device{c10::kCUDA, 0};
+    CUstream_st *on = nullptr;
+    std::unordered_map<c10::TensorImpl *, std::pair<Tensor, Tensor>>
+        originals;                                                 /* by the CPU's: the device's, the CPU's */
+    std::unordered_map<c10::StorageImpl *, c10::Storage> storages; /* by the device's: the CPU's */
+
+    /* For a capture: what the graph will run, with where its results go, by the CPU's tensors. */
+    std::shared_ptr<held_operator> held;
+    std::unordered_map<c10::TensorImpl *, simulated_gpu::value_place> places;
+
+    void hold_arguments(const std::optional<at::PhiloxCudaState> &numbers) {
+        std::vector<IValue> arguments(stack->begin() + (ptrdiff_t)first, stack->end());
+        held = std::make_shared<held_operator>(
+            op, arguments, [&](const Tensor &each) { return originals.count(each.unsafeGetTensorImpl()) != 0; });
+        if (numbers) {
+            held->surround([kept = *numbers](const auto &run) { draw(kept, run); });
+        }
+        note_places(first, stack->size(), false);
+        for (size_t i = 0; i < arguments.size(); i++) {
+            const c10::AliasInfo *alias = schema.arguments()[i].alias_info();
+            if (alias && alias->isWrite()) {
+                for_each_tensor(arguments[i], [&](const Tensor &each) { on->capture->save(bytes_of(each)); });
+            }
+        }
+    }
+
+    void note_places(size_t begin, size_t end, bool are_results) {
+        held_operator::for_each_place(*stack, begin, end, are_results,
+                                      [&](const Tensor &each, simulated_gpu::value_place place) {
+                                          places.insert({each.unsafeGetTensorImpl(), place});
+                                      });
+    }
+
+    template <typename Body> static void for_each_tensor(const IValue &value, Body body) {
+        if (value.isTensor()) {
+            if (value.toTensor().defined()) {
+                body(value.toTensor());
+            }
+        } else if (value.isTensorList()) {
+            for (const Tensor &each : value.toTensorVector()) {
+                body(each);
+            }
+        } else if (value.isOptionalTensorList()) {
+            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
+                if (each && each->defined()) {
+                    body(*each);
+                }
+            }
+        }
+    }
+
+    void find_device() {
+        bool found = false, has_cpu_tensor = false;
+        device = c10::Device(c10::kCUDA, c10::cuda::current_device());
+        auto look = [&](const Tensor &each) {
+            if (each.is_cuda()) {
+                bool is_number = each.dim() == 0;
+                TORCH_CHECK(!found || device == each.device() || is_number,
+                            "Expected all tensors to be on the same device, but found ", "at least two devices, ",
+                            device, " and ", each.device(), "! (", schema.name(), ")");
+                device = found ? device : each.device();
+                found = true;
+            }
+            has_cpu_tensor = has_cpu_tensor || (each.is_cpu() && each.dim() > 0);
+        };
+        for (size_t i = first; i < stack->size(); i++) {
+            const IValue &value = (*stack)[i];
+            for_each_tensor(value, look);
+            if (value.isDevice() && value.toDevice().is_cuda() && !found && value.toDevice().has_index()) {
+                device = value.toDevice();
+            }
+        }
+        TORCH_CHECK(!found || !has_cpu_tensor || takes_cpu_tensors(schema.name()), "Expected all tensors to be on the ",
+                    "same device, but found at least two devices, ", device, " and cpu! (", schema.name(), ")");
+    }
+
+    at::Generator generator() const {
+        for (size_t i = first; i < stack->size(); i++) {
+            if ((*stack)[i].isGenerator()) {
+                return (*stack)[i].toGenerator();
+            }
+        }
+        return at::cuda::detail::getDefaultCUDAGenerator(device.index());
+    }
+
+    Tensor to_cpu(const Tensor &tensor) {
+        if (!tensor.defined() || !tensor.is_cuda()) {
+            return tensor;
+        }
+        TORCH_CHECK(!tensor.numel() || tensor.storage().nbytes() >= needed_nbytes(tensor),
+                    "CUDA error: an illegal memory access was encountered (", schema.name(),
+                    " uses a tensor whose storage was freed)");
+        c10::StorageImpl *storage = tensor.storage().unsafeGetStorageImpl();
+        auto found = storages.find(storage);
+        if (found == storages.end()) {
+            found = storages.insert({storage, cpu_storage_of(tensor.storage())}).first;
+        }
+        Tensor made = as_cpu(tensor, found->second);
+        originals[made.unsafeGetTensorImpl()] = {tensor, made};
+        return made;
+    }
+
+    void convert(IValue &value) {
+        if (value.isTensor()) {
+            value = to_cpu(value.toTensor());
+        } else if (value.isTensorList()) {
+            c10::List<Tensor> list;
+            for (const Tensor &each : value.toTensorVector()) {
+                list.push_back(to_cpu(each));
+            }
+            value = list;
+        } else if (value.isOptionalTensorList()) {
+            c10::List<std::optional<Tensor>> list;
+            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
+                list.push_back(each ? std::optional<Tensor>(to_cpu(*each)) : each);
+            }
+            value = list;
+        } else if (value.isDevice() && value.toDevice().is_cuda()) {
+            value = c10::Device(c10::kCPU);
+        } else if (value.isGenerator()) {
+            value = at::detail::getDefaultCPUGenerator();
+        }
+    }
+
+    /* An output that the operator resized is resized too. */
+    void follow(const Tensor &original, const Tensor &cpu) {
+        bool is_same_memory = original.storage().data() == cpu.storage().data();
+        if (is_same_memory && original.sizes() == cpu.sizes() && original.strides() == cpu.strides()) {
+            return;
+        }
+        original.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+        if (original.numel() && needed_nbytes(original) > original.storage().nbytes()) {
+            at::native::resize_bytes_cuda(original.storage().unsafeGetStorageImpl(), needed_nbytes(original));
+        }
+        if (!is_same_memory && cpu.numel()) {
+            fill(original, cpu);
+        }
+    }
+
+    void fill(const Tensor &original, const Tensor &cpu) {
+        if (on->capture) {
+            on->capture->save(bytes_of(original));
+            held->fill(places.at(cpu.unsafeGetTensorImpl()), original);
+        }
+        fake::turn mine(on);
+        at::AutoDispatchBelowADInplaceOrView below;
+        Tensor into = as_cpu(original);
+        at::native::copy_(into, cpu, false);
+    }
+
+    /* An argument, a view of one's storage, or memory of its own. */
+    Tensor from_cpu(const Tensor &cpu) {
+        if (!cpu.defined()) {
+            return cpu;
+        }
+        auto known = originals.find(cpu.unsafeGetTensorImpl());
+        if (known != originals.end()) {
+            return known->second.first;
+        }
+        for (auto &[storage, of_cpu] : storages) {
+            if (of_cpu.unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) {
+                c10::Storage kept(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
+                Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+                    std::move(kept), c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.dtype());
+                made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
+                return made;
+            }
+        }
+        Tensor made = at::detail::empty_strided_cuda(cpu.sizes(), cpu.strides(), cpu.scalar_type(), device);
+        if (cpu.numel()) {
+            fill(made, cpu);
+        }
+        mark_wrapped_number(made, cpu);
+        return made;
+    }
+
+    void bring_back(IValue &value) {
+        if (value.isTensor()) {
+            value = from_cpu(value.toTensor());
+        } else if (value.isTensorList()) {
+            c10::List<Tensor> list;
+            for (const Tensor &each : value.toTensorVector()) {
+                list.push_back(from_cpu(each));
+            }
+            value = list;
+        }
+    }
+};
+
+void by_cpu(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
+    device_call(op, stack).run();
+}
+
+/* ---- operators that take a way of their own ---- */
+
+bool is_of_bytes(const Tensor &self, const Tensor &source) {
+    bool same_memory = (self.is_contiguous() && source.is_contiguous()) ||
+                       (self.is_non_overlapping_and_dense() && source.is_non_overlapping_and_dense() &&
+                        self.strides() == source.strides() && self.sizes() == source.sizes());
+    return same_memory && self.dtype() == source.dtype() && self.is_conj() == source.is_conj() &&
+           self.is_neg() == source.is_neg() && self.numel() == source.numel();
+}
+
+/* Copies of bytes, and those between the host and a device, are torch's own; what would be a kernel is done here. As torch does,
+ * a copy between devices is on the stream of the source, which waits for that of the destination and is waited for. */
+Tensor &copy_(Tensor &self, const Tensor &source, bool non_blocking) {
+    if (self.is_cuda() && source.is_cuda() && self.numel() && !self.is_same(source) && !is_of_bytes(self, source)) {
+        c10::cuda::CUDAGuard guard(source.device());
+        copy_later(stream_on(source.device()), borrowed(self), borrowed(source));
+        return self;
+    }
+    return at::native::copy_(self, source, non_blocking);
+}
+
+/* A tensor of the host that is made of one of the GPU with another dtype: torch casts on the source's side. */
+int64_t choose_math(const Tensor &, const Tensor &, const Tensor &, const std::optional<Tensor> &, double, bool,
+                    std::optional<double>, bool) {
+    return 0;
+}
+
+/* torch's CUDA kernel multiplies by the reciprocal where the divisor is a number of the host: aten::div and aten::div_. */
+void divide(const c10::OperatorHandle &op, c10::DispatchKeySet, Stack *stack) {
+    const c10::OperatorName &name = op.operator_name();
+    size_t first = stack->size() - op.schema().arguments().size();
+    const Tensor self = (*stack)[first].toTensor(), other = (*stack)[first + 1].toTensor();
+    if (!other.is_cpu() || other.dim() != 0 || !at::isFloatingType(at::result_type(self, other))) {
+        device_call(op, stack).run();
+        return;
+    }
+    Tensor factor = at::scalar_tensor(1.0 / other.item<double>(), at::kDouble);
+    factor.unsafeGetTensorImpl()->set_wrapped_number(true);
+    (*stack)[first + 1] = factor;
+    auto mul = c10::Dispatcher::singleton().findSchemaOrThrow(name.name == "aten::div" ? "aten::mul" : "aten::mul_",
+                                                              name.overload_name.c_str());
+    device_call(mul, stack).run();
+}
+
+/* ---- registration ---- */
+
+bool stays(const c10::OperatorName &name) {
+    static const names all = {"aten::empty",
+                              "aten::empty_strided",
+                              "aten::as_strided",
+                              "aten::view",
+                              "aten::_reshape_alias",
+                              "aten::resize_",
+                              "aten::set_",
+                              "aten::is_set_to",
+                              "aten::record_stream",
+                              "aten::unfold",
+                              "aten::_local_scalar_dense",
+                              "aten::is_pinned",
+                              "aten::_pin_memory",
+                              "aten::_efficientzerotensor",
+                              "aten::_fused_sdp_choice",
+                              "aten::copy_",
+                              "aten::_sparse_coo_tensor_with_dims"};
+    return all.count(name.name) != 0 || name.name.rfind("aten::", 0) != 0;
+}
+
+torch::Library &library() {
+    static auto *made = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    return *made;
+}
+
+struct silent : c10::WarningHandler {
+    void process(const c10::Warning &) override {
+    }
+};
+
+[[maybe_unused]] const bool installed = [] {
+    silent quiet; /* that kernels are replaced is meant */
+    c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+    int count = 0;
+    for (const c10::OperatorName &name :
+         c10::Dispatcher::singleton().getRegistrationsForDispatchKey(c10::DispatchKey::CUDA)) {
+        auto op = c10::Dispatcher::singleton().findOp(name);
+        if (stays(name) || !op || !op->hasSchema()) {
+            continue;
+        }
+        std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+        library().impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
+        count++;
+    }
+    library().impl("copy_", TORCH_FN(copy_));
+    library().impl("_fused_sdp_choice", TORCH_FN(choose_math));
+    for (const char *each : {"div.out", "div.Tensor", "div_.Tensor"}) {
+        library().impl(each, torch::CppFunction::makeFromBoxedFunction<&divide>());
+    }
+    if (getenv("FAKE_CUDA_LOUD")) {
+        fprintf(stderr, "fake_cuda: %d operators by the CPU\n", count);
+    }
+    return true;
+}();
+
+} // namespace

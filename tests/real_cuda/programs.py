@@ -1,0 +1,163 @@
+"""Programs of ranks on torch's CUDA build, and what starts them: processes of their own, as settings are read once.
+
+``python -m tests.real_cuda.programs NAME`` is one rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SLOW, ALWAYS_SLOW, FAILS, HANGS = 1, 2, 3, 4  # of device/nccl.cpp
+
+
+def disturb(what: int, calls_until: int = 0, ms: int = 0) -> None:
+    """A call of this process to NCCL, the first one after ``calls_until``, goes wrong."""
+    ctypes.CDLL(str(Path(os.environ["FAKE_CUDA"]) / "libnccl.so.2")).fake_nccl_disturb(what, calls_until, ms)
+
+
+def run(name: str, world_size: int = 2, timeout_s: float = 300.0, **settings: str) -> list[tuple[int, str]]:
+    """(exit status, what it printed and said) of each rank. AssertionError if one does not end in time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(world_size):
+        variables = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = os.environ | {key: str(value) for key, value in variables.items()} | settings
+        command = [sys.executable, "-m", "tests.real_cuda.programs", name]
+        processes.append(
+            subprocess.Popen(
+                command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    deadline = time.monotonic() + timeout_s
+    try:
+        said = [one.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for one in processes]
+    finally:
+        for one in processes:
+            one.kill()
+    return [(one.returncode, text) for one, text in zip(processes, said, strict=True)]
+
+
+# ---- what a rank does
+
+
+def start(**options: Any) -> int:
+    """The rank, in a group over NCCL, on a device of its own."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    if os.environ.get("EAGER"):
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group("nccl", **options)
+    return rank
+
+
+def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any]:
+    """Losses and the whole parameters of a small model after these steps."""
+    import torch
+    from torch import nn
+
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24)) for _ in range(3)]
+    model = library.FullyShardedDataParallel(
+        nn.Sequential(*layers, nn.Linear(24, 5)),
+        auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Sequential}),
+        device_id=torch.cuda.current_device(),
+        **options,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    torch.manual_seed(rank)
+    out: list[Any] = []
+    for step in range(steps):
+        with torch.autocast("cuda", enabled=False):
+            accumulates = model.no_sync() if step == 1 else torch.enable_grad()
+            with accumulates:
+                loss = model(torch.randn(6, 24, device="cuda")).square().mean()
+                loss.backward()
+        out.append(loss.detach())
+        if step != 1:
+            out.append(model.clip_grad_norm_(1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+    with library.FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        out += [param.detach().clone() for param in model.parameters()]
+    return out
+
+
+def both() -> None:
+    """FSDP1 and fsdp_c, in several settings of theirs: equal bit for bit."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.fsdp as fsdp1
+    import torch.distributed.fsdp.wrap
+
+    import fsdp_c
+    import fsdp_c.wrap
+
+    start()
+    half = fsdp1.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    count = 0
+    for options in (
+        {},
+        {"use_orig_params": True, "forward_prefetch": True},
+        {"sharding_strategy": fsdp1.ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": half},
+        {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
+    ):
+        theirs = trained(fsdp1, torch.distributed.fsdp.wrap, **options)
+        ours = trained(fsdp_c, fsdp_c.wrap, **options)
+        assert len(ours) == len(theirs) > 5
+        assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)), options
+        count += 1
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+    print(f"equal: {count}", flush=True)
+
+
+def nan() -> None:
+    """A gradient that is no number, where NCCL's group looks for it."""
+    import torch
+    import torch.distributed as dist
+
+    start()
+    dist.all_reduce(torch.ones(3, device="cuda"))
+    torch.cuda.synchronize()
+    print("numbers pass", flush=True)
+    dist.all_reduce(torch.tensor([1.0, float("nan")], device="cuda"))
+    torch.cuda.synchronize()
+    print("NaN passes", flush=True)
+
+
+def one_goes_wrong() -> None:
+    """A collective of rank 1 hangs or fails, in the second step; rank 0 waits for it."""
+    import torch
+    import torch.distributed.fsdp.wrap
+
+    import fsdp_c
+    import fsdp_c.wrap
+
+    rank = start(timeout=timedelta(seconds=20))
+    trained(fsdp_c, fsdp_c.wrap, steps=1)
+    torch.cuda.synchronize()
+    print("one step", flush=True)
+    if rank == 1:
+        disturb(int(os.environ["DISTURB"]), calls_until=5)
+    trained(fsdp_c, fsdp_c.wrap, steps=3)
+    torch.cuda.synchronize()
+    print("all steps", flush=True)
+
+
+if __name__ == "__main__":
+    {one.__name__: one for one in (both, nan, one_goes_wrong)}[sys.argv[1]]()

@@ -1,0 +1,34 @@
+"""fsdp_c over the real ProcessGroupNCCL: FSDP1's bits in all its settings, and a rank that is lost is said."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.real_cuda.programs import FAILS, HANGS, run
+
+SETTINGS = {
+    "lazy": {},
+    "eager": {"EAGER": "1"},
+    "blocking wait": {"TORCH_NCCL_BLOCKING_WAIT": "1"},
+    "no error handling": {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+    "desync debug": {"TORCH_NCCL_DESYNC_DEBUG": "1", "TORCH_NCCL_ENABLE_TIMING": "1"},
+    "flight recorder": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"},
+    "NaN check": {"TORCH_NCCL_NAN_CHECK": "1"},
+    "recorded streams": {"TORCH_NCCL_AVOID_RECORD_STREAMS": "0"},
+    "stashes": {"TORCH_NCCL_AVOID_RECORD_STREAMS": "1"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_training_is_fsdp1s_to_the_bit(settings: dict[str, str]) -> None:
+    for status, said in run("both", **settings):
+        assert status == 0 and "equal: 4" in said, said[-3000:]
+
+
+@pytest.mark.parametrize("what", [HANGS, FAILS], ids=["hangs", "fails"])
+def test_a_rank_whose_collective_is_lost_ends_the_others(what: int) -> None:
+    """torch's watchdog ends the processes: of rank 0, which waits, and of rank 1, whose own call it is."""
+    for status, said in run("one_goes_wrong", DISTURB=str(what), TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30"):
+        assert "one step" in said
+        assert status != 0 and "all steps" not in said, said[-3000:]
+        assert "timed out" in said or "timeout" in said.lower() or "remote process exited" in said, said[-3000:]
