@@ -268,9 +268,9 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack, pack_add, cast_divide, accumulate, copy_ranges, fill, unscale, checksums, adamw,
-        device_error,
-        why_not_on,
+        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate,
+        copy_ranges,          fill,       unscale,  checksums,   adamw,
+        device_error,         why_not_on,
     };
     inner = emulated_kernels(why);
     return inner ? &table : nullptr;
