@@ -163,3 +163,26 @@ def test_torchdistx_is_not_asked(rank: int, world_size: int) -> None:  # A-041
             wrap(which, nn.Linear(WIDTH, WIDTH))
             made[which] = deferred.materialize_module.call_count
     assert made == {"torch": 1, "fsdp_c": 0}
+
+
+@on_ranks(2)
+def test_the_memory_view_files_unsharded_gradients_under_input(rank: int, world_size: int) -> None:
+    """Sizes in bytes of what torch's profiler takes for gradients: those of whole units are torch's alone."""
+    if device().type != "cpu":
+        pytest.skip("the view is asked for the CPU")
+    whole = 4 * (WIDTH * WIDTH + WIDTH)
+    sizes = {}
+    for which in BOTH:
+        model = two_units(which, use_orig_params=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.profiler.profile(profile_memory=True, record_shapes=True, with_stack=True) as profiler:
+            for _ in range(2):
+                model(torch.ones(X)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        view = profiler._memory_profile()
+        found = {(str(view._categories.get(*version)), size) for _, _, version, size in view.timeline}
+        sizes[which] = {size for category, size in found if category == "Category.GRADIENT"}
+        assert which == "torch" or ("Category.INPUT", whole) in found
+    assert {size for size in sizes["torch"] if size >= whole // 2} == {whole, whole // 2}
+    assert {size for size in sizes["fsdp_c"] if size >= whole // 2} == {whole // 2}

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState, fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -1020,3 +1021,165 @@ def test_row_70_compiled_autograd_is_refused_in_words(rank: int, world_size: int
     ):
         losses(model, compiled)
     assert_close(losses(model, contextlib.nullcontext), expected)
+
+
+# ----------------------------------------------------------------- other rows of the tables of docs/migrating.md
+
+
+def filled(model: Any) -> dict[str, Tensor]:
+    with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return model.state_dict() | {name: torch.full_like(one, 0.05) for name, one in plain().named_parameters()}
+
+
+def twentieths() -> Net:
+    model = plain()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.05)
+    return model
+
+
+all_ways = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+both_views = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+
+
+@all_ways
+@both_views
+@on_ranks(2)
+def test_load_state_dict_with_assign_loads_and_goes_on_training(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    """Torch goes on with what was there; under NO_SHARD with use_orig_params the optimizer trains nothing any more."""
+
+    def losses(model: Any, load: Callable[[], Any]) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        load()
+        found = []
+        for _ in range(2):
+            found.append(model(batch(0)).square().mean())
+            found[-1].backward()
+            optimizer.step()
+        return [loss.detach() for loss in found]
+
+    expected, found = losses(twentieths(), lambda: None), {}
+    for which in BOTH:
+        model = per_block(which, strategy=strategy, use_orig_params=use_orig_params)
+        state = filled(model)
+
+        def load(model: Any = model, state: dict[str, Tensor] = state) -> None:
+            with type(model).state_dict_type(model, StateDictType.FULL_STATE_DICT):
+                model.load_state_dict(state, assign=True)
+
+        found[which] = losses(model, load)
+    assert_close(found["fsdp_c"], expected)
+    with pytest.raises(AssertionError, match="not close"):
+        assert_close(found["torch"], expected)
+
+
+@all_ways
+@both_views
+@on_ranks(2)
+def test_data_that_is_set_in_summon_full_params_is_kept(
+    rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> None:
+    outputs = {}
+    for which in BOTH:
+        model = per_block(which, strategy=strategy, use_orig_params=use_orig_params)
+        with type(model).summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.data = torch.full_like(parameter, 0.05)
+        outputs[which] = model(batch(0)).detach()
+    torch.testing.assert_close(outputs["fsdp_c"], twentieths()(batch(0)).detach())
+    torch.testing.assert_close(outputs["torch"], plain()(batch(0)).detach())
+
+
+@on_ranks(2)
+def test_a_refused_set_state_dict_type_changes_no_unit(rank: int, world_size: int) -> None:
+    types = {}
+    for which in BOTH:
+        model = per_block(which)
+        fsdp = type(model)
+        fsdp.set_state_dict_type(model.module.blocks[1], StateDictType.SHARDED_STATE_DICT)
+        with pytest.raises(AssertionError, match="same state_dict_type"):
+            fsdp.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+        types[which] = [unit._state_dict_type.name.split("_")[0] for unit in fsdp.fsdp_modules(model)]
+    assert types == {"torch": ["LOCAL", "LOCAL", "SHARDED", "FULL"], "fsdp_c": ["FULL", "FULL", "SHARDED", "FULL"]}
+
+
+@both_views
+@on_ranks(2)
+def test_gradients_in_float64_are_clipped(rank: int, world_size: int, use_orig_params: bool) -> None:
+    norms = []
+    for which in BOTH:
+        model = wrap(which, plain().double(), use_orig_params=use_orig_params)
+        model(batch(0).double()).sum().backward()
+        if which == "torch":
+            with pytest.raises(RuntimeError, match="without narrowing"):
+                model.clip_grad_norm_(1.0)
+        else:
+            norms.append(model.clip_grad_norm_(1.0))
+    module = plain().double()
+    module(batch(0).double()).sum().backward()
+    torch.testing.assert_close(norms[0], torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+
+
+@both_views
+@on_ranks(2)
+def test_a_first_forward_in_inference_mode_leaves_a_model_that_trains(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    def losses(model: Any) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with torch.inference_mode():
+            model(batch(0))
+        found = []
+        for _ in range(2):
+            found.append(model(batch(0)).square().mean())
+            found[-1].backward()
+            optimizer.step()
+        return [loss.detach() for loss in found]
+
+    with pytest.raises(AssertionError, match="The `grad_fn` is needed"):
+        losses(per_block("torch", use_orig_params=use_orig_params))
+    races.forget()
+    assert_close(losses(per_block("fsdp_c", use_orig_params=use_orig_params)), losses(plain()))
+
+
+@both_views
+@on_ranks(2)
+def test_several_forwards_and_then_their_backwards(rank: int, world_size: int, use_orig_params: bool) -> None:
+    def gradients(model: Any) -> list[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for loss in [model(batch(0, index)).square().mean() for index in range(3)]:
+            loss.backward()
+        optimizer.step()
+        return [model(batch(0)).detach()]
+
+    with pytest.raises(RuntimeError, match="out of bounds for storage"):
+        gradients(per_block("torch", use_orig_params=use_orig_params))
+    races.forget()
+    assert_close(gradients(per_block("fsdp_c", use_orig_params=use_orig_params)), gradients(plain()))
+
+
+@both_views
+@on_ranks(2)
+def test_gradients_are_compressed_to_fp16_on_a_cpu(rank: int, world_size: int, use_orig_params: bool) -> None:
+    """On a GPU both do it."""
+    if device().type != "cpu":
+        pytest.skip("torch works there")
+    for which in BOTH:
+        model = per_block(which, use_orig_params=use_orig_params)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.register_comm_hook(LowPrecisionState(dist.group.WORLD), fp16_compress_hook)
+        if which == "torch":
+            with pytest.raises(RuntimeError, match="unknown parameter type"):
+                model(batch(rank)).sum().backward()
+        else:
+            model(batch(rank)).sum().backward()
+            optimizer.step()
+            output = model(batch(0)).detach()
+    module = plain()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    (sum(module(batch(one)).sum() for one in range(world_size)) / world_size).backward()
+    optimizer.step()
+    torch.testing.assert_close(output, module(batch(0)).detach(), rtol=1e-2, atol=1e-2)
