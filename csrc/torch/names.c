@@ -57,6 +57,35 @@ static int write_attribute(PyObject *tensor, const struct attribute *attribute, 
     return PyObject_SetAttr(tensor, name, value);
 }
 
+static int find_in_modules(void) {
+    static const struct {
+        const char *module, *name;
+        PyObject **field;
+    } wanted[] = {
+        {"torch", "Tensor", &torch_names.tensor_type},
+        {"torch", "empty", &torch_names.empty},
+        {"torch", "empty_like", &torch_names.empty_like},
+        {"torch", "uint8", &torch_names.uint8},
+        {"torch", "int32", &torch_names.int32},
+        {"torch", "split_with_sizes", &torch_names.split_with_sizes},
+        {"torch", "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled},
+        {"torch.nn", "Parameter", &torch_names.parameter_type},
+        {"torch.nn.parallel", "DistributedDataParallel", &torch_names.data_parallel},
+        {"torch.utils.hooks", "RemovableHandle", &torch_names.removable_handle},
+        {"torch._C", "_InferenceMode", &torch_names.inference_mode_guard},
+        {"torch._C", "_current_graph_task_id", &torch_names.graph_task_id},
+        {"torch._C", "_len_torch_dispatch_stack", &torch_names.count_dispatch_modes},
+        {"torch._C", "_will_engine_execute_node", &torch_names.will_execute},
+    };
+    int result = 0;
+    for (size_t i = 0; !result && i < sizeof wanted / sizeof *wanted; i++) {
+        PyObject *module = PyImport_ImportModule(wanted[i].module);
+        result = module ? find(module, wanted[i].name, wanted[i].field) : -1;
+        Py_XDECREF(module);
+    }
+    return result;
+}
+
 static int find_queue_callback(void) {
     PyObject *variable = NULL, *engine = NULL;
     PyObject *module = PyImport_ImportModule("torch.autograd.variable");
@@ -69,64 +98,15 @@ static int find_queue_callback(void) {
     return result;
 }
 
-static int find_inference_mode(PyObject *torch) {
-    PyObject *module = PyImport_ImportModule("torch._C");
-    int result = module ? find(module, "_InferenceMode", &torch_names.inference_mode_guard) : -1;
-    Py_XDECREF(module);
-    return result < 0 ? -1 : find(torch, "is_inference_mode_enabled", &torch_names.is_inference_mode_enabled);
-}
-
-static int find_engine(void) {
-    PyObject *module = PyImport_ImportModule("torch._C");
-    int result = -1;
-    if (module && !find(module, "_current_graph_task_id", &torch_names.graph_task_id) &&
-        !find(module, "_len_torch_dispatch_stack", &torch_names.count_dispatch_modes))
-        result = find(module, "_will_engine_execute_node", &torch_names.will_execute);
-    Py_XDECREF(module);
-    return result;
-}
-
-static int find_data_parallel(void) {
-    PyObject *module = PyImport_ImportModule("torch.nn.parallel");
-    int result = module ? find(module, "DistributedDataParallel", &torch_names.data_parallel) : -1;
-    Py_XDECREF(module);
-    return result;
-}
-
-static int find_removable_handle(void) {
-    PyObject *module = PyImport_ImportModule("torch.utils.hooks");
-    int result = module ? find(module, "RemovableHandle", &torch_names.removable_handle) : -1;
-    Py_XDECREF(module);
-    return result;
-}
-
 int torch_names_init(void) {
     if (torch_names.queue_callback)
         return 0;
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *nn = PyImport_ImportModule("torch.nn");
-    int result = -1;
-    if (!torch || !nn || intern_attributes() < 0)
-        goto done;
-    if (find(torch, "Tensor", &torch_names.tensor_type) < 0 || find(nn, "Parameter", &torch_names.parameter_type) < 0)
-        goto done;
+    if (intern_attributes() < 0 || find_in_modules() < 0)
+        return -1;
     if (find_attribute("grad", &of_grad) < 0 || find_attribute("data", &of_data) < 0 ||
         find_attribute("requires_grad", &of_requires_grad) < 0 || find_attribute("_version", &of_version) < 0)
-        goto done;
-    if (find(torch, "empty", &torch_names.empty) < 0 || find(torch, "empty_like", &torch_names.empty_like) < 0 ||
-        find(torch, "uint8", &torch_names.uint8) < 0 || find(torch, "int32", &torch_names.int32) < 0)
-        goto done;
-    if (find_inference_mode(torch) < 0)
-        goto done;
-    if (find(torch, "split_with_sizes", &torch_names.split_with_sizes) < 0 || find_engine() < 0)
-        goto done;
-    if (find_data_parallel() < 0)
-        goto done;
-    result = find_removable_handle() < 0 ? -1 : find_queue_callback();
-done:
-    Py_XDECREF(torch);
-    Py_XDECREF(nn);
-    return result;
+        return -1;
+    return find_queue_callback();
 }
 
 PyObject *torch_empty(int64_t numel, PyObject *dtype, PyObject *device) {
@@ -320,28 +300,14 @@ int torch_leave_inference_mode(PyObject **left) {
     *left = NULL;
     if (!torch_inference_mode())
         return 0;
-    PyObject *guard = PyObject_CallFunctionObjArgs(torch_names.inference_mode_guard, Py_False, NULL);
-    PyObject *entered = guard ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
-    if (entered)
+    *left = context_enter(PyObject_CallFunctionObjArgs(torch_names.inference_mode_guard, Py_False, NULL));
+    if (*left)
         torch_set_grad_enabled(false);
-    else
-        Py_CLEAR(guard);
-    Py_XDECREF(entered);
-    *left = guard;
-    return guard ? 0 : -1;
+    return *left ? 0 : -1;
 }
 
 int torch_return_to_inference_mode(PyObject *left) {
-    if (!left)
-        return 0;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *done = PyObject_CallMethod(left, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_DECREF(left);
-    if (type || done)
-        PyErr_Restore(type, value, traceback);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
+    return left ? context_leave(left) : 0;
 }
 
 bool torch_grad_enabled(void) {

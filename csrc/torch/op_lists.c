@@ -1,18 +1,8 @@
-/* The ops over lists of tensors: unscaling, checksums. */
+/* The ops over lists of tensors: unscaling, checksums, AdamW. */
 #include "torch/op_call.h"
 #include "torch/tensor.h"
 
 #include <inttypes.h>
-
-/* Views and sizes of contiguous tensors, in two arrays that the caller owns. */
-static void read_all(struct op_call *call, const struct op_list *list, struct tensor_view *views, int64_t *numels) {
-    for (size_t i = 0; i < list->count; i++) {
-        struct op_operand operand;
-        op_call_read_contiguous(call, &operand, op_tensor(list->items[i]), "each of tensors");
-        views[i] = operand.view;
-        numels[i] = operand.numel;
-    }
-}
 
 /* fsdp_c::unscale_: every tensor times one number, and 1 into found_inf if an element was inf or NaN. */
 void op_unscale(StableIValue *stack, struct op_call *call) {
@@ -28,7 +18,12 @@ void op_unscale(StableIValue *stack, struct op_call *call) {
     const float *factor = op_call_read_number(call, &inverse_scale, inverse, "inverse_scale");
     views = op_alloc(tensors.count, sizeof *views);
     numels = op_alloc(tensors.count, sizeof *numels);
-    read_all(call, &tensors, views, numels);
+    for (size_t i = 0; i < tensors.count; i++) {
+        struct op_operand operand;
+        op_call_read_contiguous(call, &operand, op_tensor(tensors.items[i]), "each of tensors");
+        views[i] = operand.view;
+        numels[i] = operand.numel;
+    }
     if (!call->is_meta) {
         op_call_check(call, op_call_kernels(call)->unscale(views, numels, (int64_t)tensors.count, factor, found_number,
                                                            tensor_kernel_stream(&found_inf.view)));
@@ -63,4 +58,84 @@ void op_checksums(StableIValue *stack, struct op_call *call) {
                                                              tensor_kernel_stream(&operand.view)));
     }
     stack[0] = op_give(&output);
+}
+
+/* ---- AdamW ---- */
+
+/* Contiguous operands of a step, one per parameter and of its size. */
+static void read_adam_operands(struct op_call *call, const struct op_list *list, enum adam_operand operand,
+                               struct adam_tensor *tensors, size_t count, const char *argument) {
+    OP_CHECK(list->count == count, "%s: %zu params, but %zu %s", call->name, count, list->count, argument);
+    for (size_t i = 0; i < count; i++) {
+        struct op_operand read;
+        op_call_read_contiguous(call, &read, op_tensor(list->items[i]), argument);
+        if (operand == ADAM_PARAM)
+            tensors[i].numel = read.numel;
+        OP_CHECK(read.numel == tensors[i].numel, "%s: params[%zu] has %" PRId64 " elements, %s[%zu] %" PRId64,
+                 call->name, i, tensors[i].numel, argument, i, read.numel);
+        tensors[i].operands[operand] = read.view;
+    }
+}
+
+/* The steps taken so far, one float32 per parameter; the kernel counts them up. */
+static void read_steps(struct op_call *call, const struct op_list *list, struct adam_tensor *tensors, size_t count) {
+    OP_CHECK(list->count == count, "%s: %zu params, but %zu steps", call->name, count, list->count);
+    for (size_t i = 0; i < count; i++) {
+        struct op_operand read;
+        tensors[i].step = op_call_read_number(call, &read, op_tensor(list->items[i]), "each of steps");
+    }
+}
+
+/* A learning rate in memory of the parameters' device, or none. */
+static void read_lr(struct op_call *call, const struct op_list *list, struct adamw_options *options) {
+    OP_CHECK(list->count <= 1, "%s: %zu learning rates", call->name, list->count);
+    if (list->count == 1) {
+        struct op_operand read;
+        op_call_read(call, &read, op_tensor(list->items[0]), "lr");
+        OP_CHECK(read.numel == 1, "%s: lr must have one element, not %" PRId64, call->name, read.numel);
+        options->lr_memory = read.view.data;
+        options->lr_dtype = read.view.dtype;
+    }
+}
+
+/* fsdp_c::adamw_: a step of AdamW over every parameter that has elements; max_exp_avg_sqs is empty without amsgrad, lr_tensors
+ * where the learning rate is the number `lr`. */
+void op_adamw(StableIValue *stack, struct op_call *call) {
+    static const char *const names[] = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
+    enum { NUM_LISTS = sizeof names / sizeof names[0] };
+    OP_OWNED_LIST params = op_list_of(stack[0], true);
+    OP_OWNED_LIST grads = op_list_of(stack[1], true);
+    OP_OWNED_LIST exp_avgs = op_list_of(stack[2], true);
+    OP_OWNED_LIST exp_avg_sqs = op_list_of(stack[3], true);
+    OP_OWNED_LIST max_exp_avg_sqs = op_list_of(stack[4], true);
+    OP_OWNED_LIST step_list = op_list_of(stack[NUM_LISTS], true);
+    OP_OWNED_LIST lr_list = op_list_of(stack[NUM_LISTS + 1], true);
+    OP_OWNED_MEMORY struct adam_tensor *tensors = NULL;
+    struct op_list *const lists[NUM_LISTS] = {&params, &grads, &exp_avgs, &exp_avg_sqs, &max_exp_avg_sqs};
+    op_read_list(&params);
+    op_read_list(&grads);
+    op_read_list(&exp_avgs);
+    op_read_list(&exp_avg_sqs);
+    op_read_list(&max_exp_avg_sqs);
+    op_read_list(&step_list);
+    op_read_list(&lr_list);
+    const StableIValue *numbers = stack + NUM_LISTS + 2;
+    struct adamw_options options = {
+        .lr = op_float(numbers[0]),
+        .beta1 = op_float(numbers[1]),
+        .beta2 = op_float(numbers[2]),
+        .eps = op_float(numbers[3]),
+        .weight_decay = op_float(numbers[4]),
+        .maximize = op_bool(numbers[5]),
+    };
+    tensors = op_alloc(params.count, sizeof *tensors);
+    for (int i = 0; i < NUM_LISTS; i++)
+        if (i != ADAM_MAX_EXP_AVG_SQ || lists[i]->count > 0)
+            read_adam_operands(call, lists[i], (enum adam_operand)i, tensors, params.count, names[i]);
+    read_steps(call, &step_list, tensors, params.count);
+    read_lr(call, &lr_list, &options);
+    if (!call->is_meta && params.count > 0) {
+        op_call_check(call, op_call_kernels(call)->adamw(tensors, (int64_t)params.count, &options,
+                                                         tensor_kernel_stream(&tensors[0].operands[ADAM_PARAM])));
+    }
 }

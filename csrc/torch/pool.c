@@ -20,32 +20,11 @@ static int has_pools(PyObject *module) {
     return result;
 }
 
-/* New reference to an entered context. */
-static PyObject *enter(PyObject *context) {
-    PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
-    Py_XDECREF(entered);
-    if (!entered)
-        Py_CLEAR(context);
-    return context;
-}
-
-/* Steals the context; an exception that is set stays. */
-static int leave(PyObject *context) {
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *done = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_DECREF(context);
-    Py_XDECREF(done);
-    if (type)
-        PyErr_Restore(type, value, traceback);
-    return done ? 0 : -1;
-}
-
 /* A pool is of the device that is current when it is made. */
 static PyObject *new_pool(PyObject *module, PyObject *device) {
-    PyObject *current = enter(PyObject_CallMethod(module, "device", "O", device));
+    PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", device));
     PyObject *pool = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
-    if (current && leave(current) < 0)
+    if (current && context_leave(current) < 0)
         Py_CLEAR(pool);
     return pool;
 }
@@ -97,14 +76,14 @@ void pool_fini(struct pool *pool) {
 int pool_enter(struct pool *pool) {
     if (!pool->pool)
         return 0;
-    pool->entered = enter(PyObject_CallFunctionObjArgs(pool->use, pool->pool, pool->device, NULL));
+    pool->entered = context_enter(PyObject_CallFunctionObjArgs(pool->use, pool->pool, pool->device, NULL));
     return pool->entered ? 0 : -1;
 }
 
 int pool_leave(struct pool *pool) {
     PyObject *context = pool->entered;
     pool->entered = NULL;
-    return context ? leave(context) : 0;
+    return context ? context_leave(context) : 0;
 }
 
 /* ---- one piece ---- */

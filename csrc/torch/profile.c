@@ -30,23 +30,16 @@ PyObject *profile_begin(const char *name) {
 PyObject *profile_begin_inner(const char *name) {
     if (!is_on)
         return NULL;
-    PyObject *range = PyObject_CallFunction(record_function, "s", name);
-    PyObject *entered = range ? PyObject_CallMethod(range, "__enter__", NULL) : NULL;
-    if (!entered)
+    PyObject *range = context_enter(PyObject_CallFunction(record_function, "s", name));
+    if (!range)
         PyErr_Clear();
-    Py_XDECREF(range);
-    return entered;
+    return range;
 }
 
 void profile_end(PyObject *range) {
     if (!range)
         return;
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *left = PyObject_CallMethod(range, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    if (!left)
+    bool is_failing = PyErr_Occurred();
+    if (context_leave(range) < 0 && !is_failing)
         PyErr_Clear();
-    Py_XDECREF(left);
-    Py_DECREF(range);
-    PyErr_Restore(type, value, traceback);
 }

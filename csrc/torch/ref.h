@@ -1,4 +1,4 @@
-/* What the limited API leaves out of reference handling. */
+/* What the limited API leaves out: of reference handling, and `with` as C has it. */
 #ifndef FSDP_TORCH_REF_H
 #define FSDP_TORCH_REF_H
 
@@ -10,6 +10,27 @@ static inline void ref_set(PyObject **field, PyObject *value) {
     PyObject *old = *field;
     *field = value;
     Py_XDECREF(old);
+}
+
+/* Steals a context manager, or NULL with an exception, and enters it. New reference to it, or NULL with an exception. */
+static inline PyObject *context_enter(PyObject *context) {
+    PyObject *entered = context ? PyObject_CallMethod(context, "__enter__", NULL) : NULL;
+    Py_XDECREF(entered);
+    if (!entered)
+        Py_CLEAR(context);
+    return context;
+}
+
+/* Steals what context_enter gave. 0 or -1; an exception that is set stays. */
+static inline int context_leave(PyObject *context) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyObject *done = PyObject_CallMethod(context, "__exit__", "OOO", Py_None, Py_None, Py_None);
+    Py_DECREF(context);
+    Py_XDECREF(done);
+    if (type)
+        PyErr_Restore(type, value, traceback);
+    return done ? 0 : -1;
 }
 
 #endif
