@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from torch.distributed.fsdp import FullyShardedDataParallel as Upstream
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
@@ -178,6 +179,37 @@ def test_gradients_of_inputs_and_of_weights_may_come_apart(rank: int, world_size
         torch.testing.assert_close(found[0], found[1], rtol=0.0, atol=0.0)
         grads = [grad for grad in gradients(model) if grad is not None]
         torch.testing.assert_close(torch.cat(grads), flat(expected), rtol=1e-6, atol=1e-7)
+
+
+@own_ranks
+def test_a_pipeline_of_units_that_are_not_sharded_trains(rank: int, world_size: int) -> None:
+    """With use_orig_params, where torch's FSDP1 takes wrong steps without a word."""
+    if device().type != "cpu":
+        pytest.skip("gloo's point-to-point calls are of the CPU")
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    groups = [dist.new_group([one]) for one in range(world_size)]
+
+    def losses(implementation: Any) -> list[float]:
+        torch.manual_seed(0)
+        module = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(world_size)][rank]
+        if implementation is not None:
+            module = implementation(module, process_group=groups[rank], device_id=device(), use_orig_params=True)
+        stage = pipelining.PipelineStage(module, rank, world_size, device())
+        schedule = pipelining.ScheduleGPipe(stage, 4, loss_fn=nn.functional.mse_loss)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        found: list[float] = []
+        for step in range(3):
+            torch.manual_seed(step)
+            x, target, parts = torch.randn(8, 8), torch.randn(8, 8), []
+            schedule.step(x) if rank == 0 else schedule.step(target=target, losses=parts)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(sum(part.item() for part in parts))
+        return found
+
+    expected = losses(None)
+    assert losses(FullyShardedDataParallel) == pytest.approx(expected, rel=1e-5)
+    assert (losses(Upstream) == pytest.approx(expected, rel=1e-3)) == (rank == 0)  # losses are the last stage's
 
 
 # ------------------------------------------------------------ DistributedDataParallel
