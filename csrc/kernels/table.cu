@@ -81,8 +81,8 @@ int64_t cuda_blocks(int64_t num_chunks) {
 /* ---- the table ---- */
 
 static const struct kernel_table cuda_kernels = {
-    KERNEL_TABLE_VERSION, cuda_pack,      cuda_pack_add, cuda_cast_divide, cuda_accumulate, cuda_copy_ranges, cuda_fill,
-    cuda_unscale,         cuda_checksums, cuda_adamw,    cuda_error_text,
+    KERNEL_TABLE_VERSION, cuda_pack,    cuda_pack_add,  cuda_cast_divide, cuda_accumulate,
+    cuda_copy_ranges,     cuda_unscale, cuda_checksums, cuda_adamw,       cuda_error_text,
 };
 
 /* A toolkit newer than the driver can load and not launch: said here, not at the first launch of a step. */
