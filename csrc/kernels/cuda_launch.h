@@ -64,7 +64,6 @@ enum status cuda_accumulate(void *accumulator, enum dtype accumulator_dtype, con
                             int64_t numel, double divisor, const struct kernel_stream *stream);
 enum status cuda_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
                              const struct kernel_stream *stream);
-enum status cuda_fill(void *output, enum dtype dtype, int64_t numel, double value, const struct kernel_stream *stream);
 enum status cuda_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                          const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);
 enum status cuda_checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,

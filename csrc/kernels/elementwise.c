@@ -1,5 +1,4 @@
-/* The kernels over contiguous elements: kernel_cast_divide, kernel_accumulate, kernel_unscale, and kernel_copy_ranges
- * and kernel_fill, which convert nothing. */
+/* The kernels over contiguous elements: kernel_cast_divide, kernel_accumulate, kernel_unscale and kernel_copy_ranges. */
 #include <stdatomic.h>
 #include <string.h>
 
@@ -88,7 +87,7 @@ enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *num
     return STATUS_OK;
 }
 
-/* ---- moving bytes without conversion, and padding ---- */
+/* ---- moving bytes without conversion ---- */
 
 struct copy {
     char *output;
@@ -118,31 +117,5 @@ enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy
             return STATUS_INVALID;
     struct copy copy = {output, ranges, dtype_nbytes(dtype)};
     group_for(stream, &(struct group){num_ranges, copy_numel, copy_part, &copy}, GRAIN_NUMEL);
-    return STATUS_OK;
-}
-
-struct fill_context {
-    char *output;
-    int64_t element_nbytes;
-    union block pattern; /* a block of the value */
-};
-
-static void fill_part(int64_t begin, int64_t end, void *context) {
-    const struct fill_context *fill = context;
-    for (int64_t i = begin; i < end; i += BLOCK_NUMEL) {
-        int64_t numel = end - i < BLOCK_NUMEL ? end - i : BLOCK_NUMEL;
-        memcpy(fill->output + i * fill->element_nbytes, fill->pattern.bytes, (size_t)(numel * fill->element_nbytes));
-    }
-}
-
-enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
-                        const struct kernel_stream *stream) {
-    if (!dtype_is_known(dtype))
-        return STATUS_UNSUPPORTED;
-    struct fill_context context = {.output = output, .element_nbytes = dtype_nbytes(dtype)};
-    int64_t pattern_numel = numel < BLOCK_NUMEL ? numel : BLOCK_NUMEL;
-    for (int64_t i = 0; i < pattern_numel; i++)
-        cast_block(context.pattern.bytes + i * context.element_nbytes, dtype, &value, DTYPE_FLOAT64, 1);
-    stream_for(stream, numel, GRAIN_NUMEL, fill_part, &context);
     return STATUS_OK;
 }

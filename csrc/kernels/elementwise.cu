@@ -119,7 +119,7 @@ extern "C" enum status cuda_unscale(const struct tensor_view *tensors, const int
     return status;
 }
 
-/* ---- moving elements without conversion, and padding ---- */
+/* ---- moving elements without conversion ---- */
 
 template <typename T> struct copy_operation {
     static constexpr bool READS_OUTPUT = false;
@@ -166,31 +166,4 @@ extern "C" enum status cuda_copy_ranges(void *output, enum dtype dtype, const st
     default:
         return STATUS_UNSUPPORTED;
     }
-}
-
-template <typename T> struct fill_operation {
-    static constexpr bool READS_OUTPUT = false;
-    static constexpr bool READS_INPUT = false;
-    T value;
-
-    __device__ void begin() {
-    }
-    __device__ T operator()(T, T) const {
-        return value;
-    }
-};
-
-extern "C" enum status cuda_fill(void *output, enum dtype dtype, int64_t numel, double value,
-                                 const struct kernel_stream *stream) {
-    device_guard guard(stream);
-    if (guard.status != STATUS_OK)
-        return guard.status;
-    return with_type(dtype, [&](auto out) {
-        using Out = decltype(out);
-        struct segment_table table;
-        fill_operation<Out> operation = {converted<Out>(value)};
-        table.count = 0;
-        table_add(&table, output, nullptr, numel > 0 ? numel : 0, 0);
-        return enqueue_elementwise<Out, Out>(&table, operation, stream);
-    });
 }

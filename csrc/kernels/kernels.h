@@ -91,10 +91,6 @@ struct copy_range {
 enum status kernel_copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
                                const struct kernel_stream *stream);
 
-/* output[0..numel) = value, for padding. */
-enum status kernel_fill(void *output, enum dtype dtype, int64_t numel, double value,
-                        const struct kernel_stream *stream);
-
 /* tensor *= *inverse_scale, rounded to its dtype; *found_inf = 1 if an element of any tensor was inf or NaN, else left alone. */
 enum status kernel_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                            const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);

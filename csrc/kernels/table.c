@@ -19,7 +19,6 @@ const struct kernel_table cpu_kernels = {
     .cast_divide = kernel_cast_divide,
     .accumulate = kernel_accumulate,
     .copy_ranges = kernel_copy_ranges,
-    .fill = kernel_fill,
     .unscale = kernel_unscale,
     .checksums = kernel_checksums,
     .adamw = kernel_adamw,
@@ -54,12 +53,6 @@ static enum status no_copy_ranges(void *output, enum dtype dtype, const struct c
     return STATUS_OK;
 }
 
-static enum status no_fill(void *output, enum dtype dtype, int64_t numel, double value,
-                           const struct kernel_stream *stream) {
-    (void)output, (void)dtype, (void)numel, (void)value, (void)stream;
-    return STATUS_OK;
-}
-
 static enum status no_unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                               const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
     (void)tensors, (void)numels, (void)num_tensors, (void)inverse_scale, (void)found_inf, (void)stream;
@@ -85,7 +78,6 @@ const struct kernel_table no_kernels = {
     .cast_divide = no_cast_divide,
     .accumulate = no_cast_divide,
     .copy_ranges = no_copy_ranges,
-    .fill = no_fill,
     .unscale = no_unscale,
     .checksums = no_checksums,
     .adamw = no_adamw,

@@ -22,8 +22,6 @@ struct kernel_table {
                               const struct kernel_stream *stream);
     enum status (*copy_ranges)(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
                                const struct kernel_stream *stream);
-    enum status (*fill)(void *output, enum dtype dtype, int64_t numel, double value,
-                        const struct kernel_stream *stream);
     /* As kernel_unscale and kernel_checksums, all numbers lying in the device's memory: the host waits for none. */
     enum status (*unscale)(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
                            const float *inverse_scale, float *found_inf, const struct kernel_stream *stream);

@@ -200,13 +200,6 @@ static enum status copy_ranges(void *output, enum dtype dtype, const struct copy
     });
 }
 
-static enum status fill(void *output, enum dtype dtype, int64_t numel, double value,
-                        const struct kernel_stream *stream) {
-    kernel_launch now("fsdp_c fill", stream);
-    now.writes(output, numel * dtype_nbytes(dtype));
-    return now.run([=](const struct kernel_stream *at) { return inner->fill(output, dtype, numel, value, at); });
-}
-
 static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t count,
                            const float *inverse, float *found_inf, const struct kernel_stream *stream) {
     kernel_launch now("fsdp_c unscale", stream);
@@ -268,8 +261,7 @@ extern "C" DEVICE_API void simulated_gpu_without_code(int32_t device_index) {
 
 extern "C" DEVICE_API const struct kernel_table *fsdp_c_cuda_kernels(const char **why) {
     static const struct kernel_table table = {
-        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate,
-        copy_ranges,          fill,       unscale,  checksums,   adamw,
+        KERNEL_TABLE_VERSION, pack,       pack_add, cast_divide, accumulate, copy_ranges, unscale, checksums, adamw,
         device_error,         why_not_on,
     };
     inner = emulated_kernels(why);
