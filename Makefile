@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-versions simulated-gpu test-simulated-gpu wheel test-wheel
+.PHONY: help demo test test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-versions simulated-gpu test-simulated-gpu wheel test-wheel test-aarch64
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +40,7 @@ help:
 	@echo 'make sanitize-cuda the CUDA kernels under compute-sanitizer (needs the same)'
 	@echo 'make test-versions the suite on other torch and Python (VERSIONS="$(VERSIONS)" PYTHONS="3.10 3.13"): 5 to 7 GB each'
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
+	@echo 'make test-aarch64  a module and its tests for aarch64, cross-compiled and emulated, in build/aarch64; see tests/aarch64/run'
 	@echo 'make wheel         sdist and wheels, tried without a compiler, in dist (make test-wheel: the wheel for the CPU alone)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
@@ -155,6 +156,10 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 	cd $(ASAN) && LD_PRELOAD="$$(for one in asan ubsan stdc++; do cc -print-file-name=lib$$one.so; done | xargs)" \
 	    ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
+
+# For another processor than this one, emulated. What it needs: tests/aarch64/run.
+test-aarch64: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN))/python tests/aarch64/run
 
 # What is released, in dist/, and what a change must keep of it: see .ci/wheel.
 wheel: build $(VENV)/.release
