@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu test-cuda-build wheel test-wheel
+.PHONY: help demo test test-all test-rest test-fast test-native test-ranks test-parity test-clients build docs lint typecheck format bench clean test-faults build-cuda test-cuda sanitize-cuda bench-cuda analyze soak test-asan test-debug-python test-versions simulated-gpu test-simulated-gpu test-cuda-build wheel test-wheel test-aarch64
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -49,6 +49,7 @@ help:
 	@echo 'make test-versions the suite on other torch and Python (VERSIONS="$(VERSIONS)" PYTHONS="3.10 3.13"): 5 to 7 GB each'
 	@echo 'make test-asan     unit, native and rank tests under AddressSanitizer and UBSan, in $(ASAN) (ASAN_TESTS="tests/unit ...")'
 	@echo 'make test-debug-python  programs that raise, under CPython'\''s debug build ($(DEBUG_PYTHON), for a .venv of the same version)'
+	@echo 'make test-aarch64  a module and its tests for aarch64, cross-compiled and emulated, in build/aarch64; see tests/aarch64/run'
 	@echo 'make wheel         sdist and wheels, tried without a compiler, in dist (make test-wheel: the wheel for the CPU alone)'
 	@echo 'make build         compile the extension in place'
 	@echo 'make analyze       gcc -fanalyzer over the C sources'
@@ -194,6 +195,10 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 test-debug-python: build $(VENV)/.dev
 	PYTHONPATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
 	    $(DEBUG_PYTHON) -X dev -W ignore -m pytest -p no:cacheprovider $(DEBUG_TESTS)
+
+# For another processor than this one, emulated. What it needs: tests/aarch64/run.
+test-aarch64: $(VENV)/.dev
+	PYTHON=$(abspath $(BIN))/python tests/aarch64/run
 
 # What is released, in dist/, and what a change must keep of it: see .ci/wheel.
 wheel: build $(VENV)/.release

@@ -29,8 +29,9 @@ import pytest
 
 from tests.simulated_gpu import races
 
-DEFAULT_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 120.0
+PATIENCE = float(os.environ.get("FSDP_C_TEST_PATIENCE", "1"))  # more than 1 where processors are emulated
+DEFAULT_TIMEOUT_S = 60.0 * PATIENCE
+START_TIMEOUT_S = 120.0 * PATIENCE
 GRACE_S = 3.0  # what the other ranks get to finish once one has failed
 STACK_WAIT_S = 2.0
 LOG_TAIL_CHARS = 4000

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import PATIENCE
+
 NATIVE = Path(__file__).resolve().parent
 CSRC = NATIVE.parents[1] / "csrc"
 PROGRAMS = sorted(NATIVE.glob("test_*.c"))
 STRICT = ["-std=c11", "-Wall", "-Wextra", "-Wshadow", "-Wstrict-prototypes", "-Wmissing-prototypes", "-Werror"]
-TIMEOUT_S = 1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120
+TIMEOUT_S = (1800 if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else 120) * PATIENCE
 # Invariants are checked, allocations can be made to fail, and Python's headers are there, but no Python.
 DEFINES = ["-DFSDP_C_CHECK", "-DMEM_FAULTS", "-DPy_LIMITED_API=0x030A0000"]
 INCLUDES = [f"-I{CSRC}", f"-I{NATIVE}", f"-I{sysconfig.get_paths()['include']}"]

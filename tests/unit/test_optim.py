@@ -27,6 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 has_fused_products = "avx2" in _C.cpu_capabilities() and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+# Elsewhere, as on aarch64, thousands of elements round as a tail does, and the worst is nearly 5 times as far off.
+FURTHER = 1 if has_fused_products else 8
 
 
 def params_of(dtype: torch.dtype, numels: list[int] = NUMELS) -> list[nn.Parameter]:
@@ -74,7 +76,7 @@ def test_steps_are_those_of_torchs_fused_adamw(dtype: torch.dtype, options: dict
             continue
         whole = actual.numel() // VECTOR * VECTOR if has_fused_products else 0
         assert torch.equal(actual[:whole], expected[:whole])
-        torch.testing.assert_close(actual, expected, rtol=TAIL_RTOL[dtype], atol=0.0)
+        torch.testing.assert_close(actual, expected, rtol=TAIL_RTOL[dtype] * FURTHER, atol=0.0)
 
 
 @every_option
