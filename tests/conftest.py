@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[ranks.DEVICE_SETTING] = config.getoption("device")
     if not is_worker(config):  # what tests, their ranks and commands leave lies in one folder
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="fsdp_c-tests-")
+        Path(tempfile.tempdir).chmod(0o755)  # some tests become another user
 
 
 def is_worker(config: pytest.Config) -> bool:

@@ -48,6 +48,7 @@ LEFT_OUT = {
     "tests/clients": "the libraries of requirements/clients.txt want versions of torch of their own",
     "tests/cuda": "needs a GPU, or the simulated one, which takes torch's build for the CPU",
     "tests/races": "needs the simulated GPU",
+    "tests/real_cuda": "is about the GPU that is not there under a CUDA build of torch",
     "tests/simulated_gpu": "is about the simulated GPU",
 }
 TEST_TIMEOUT_S = 1800

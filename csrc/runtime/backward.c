@@ -61,7 +61,7 @@ int unit_refuse_backward(const struct unit *unit) {
 
 int unit_pre_backward(struct unit *unit) {
     if (!unit->runtime)
-        return unit_refuse_backward(unit);
+        return unit->handle ? unit_refuse_backward(unit) : 0;
     if (is_prepared(unit)) /* perhaps for a forward under another stream: this one has not waited for the gather */
         return stream_follow(&unit->runtime->schedule.streams);
     struct trace trace = trace_begin(TRACED_PRE_BACKWARD, unit->recorder_index);

@@ -21,6 +21,7 @@ from tests.storage import HELD_BACK, live_nbytes, settled_nbytes
 BLOCKS = 6
 ALL = BLOCKS + 1
 WIDTH = 16
+NOT_SEARCHED: list[torch.Tensor] = []  # what a module returns is not looked for among globals
 UNIT_NUMEL = WIDTH * WIDTH + WIDTH  # a multiple of the alignment and of two ranks: no padding
 FP32_NBYTES = 4
 BF16_NBYTES = 2
@@ -249,7 +250,8 @@ def test_backward_of_a_model_that_is_gone_is_refused(rank: int, world_size: int)
     from fsdp_c import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(nn.Linear(WIDTH, WIDTH), device_id=device())
-    model.module.register_forward_hook(lambda module, args, output: lambda: output)  # where it is not looked for
+    model.module.register_forward_hook(lambda module, args, output: NOT_SEARCHED.append(output))
+    model.module.register_forward_hook(lambda module, args, output: lambda: NOT_SEARCHED.pop())
     output = model(batch())
     del model
     gc.collect()
