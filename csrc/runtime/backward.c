@@ -42,7 +42,7 @@ static int pre_backward(struct unit *unit) {
         return -1;
     if (unit_set_phase(unit, PHASE_IN_STEP) < 0)
         return -1;
-    if (unit_begin_backward(unit) < 0 || prepare(unit) < 0)
+    if (unit_begin_backward(unit) < 0 || unit_check_named(unit) < 0 || prepare(unit) < 0)
         return -1;
     unit->ran_pre_backward = unit->had_gradient = true;
     unit->left_out = false;

@@ -8,16 +8,35 @@
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
-/* Nobody asks for more than the first node of a backward that has its callback: the others are in the same one. */
-int unit_reaches_anchor(struct unit *unit) {
+/* Nobody asks for more than the first node of a backward that has its callback: the others are in the same one. 1, 0 or -1. */
+static int reaches_anchor(struct unit *unit) {
     struct runtime *runtime = unit->runtime;
-    if (!runtime->has_edges || unit->handle->param.use_orig_params ||
-        (runtime->callback_queued && runtime->reach == REACH_ALL))
+    if (!runtime->has_edges || (runtime->callback_queued && runtime->reach == REACH_ALL))
         return 1;
     int reaches = torch_will_execute(unit->anchor_node);
     if (reaches > 0 && runtime->callback_queued)
         runtime_set_reach(runtime, REACH_ALL);
     return reaches;
+}
+
+int unit_reaches_anchor(struct unit *unit) {
+    return unit->handle->param.use_orig_params ? 1 : reaches_anchor(unit);
+}
+
+/* Original parameters are in no graph: a schedule that takes the gradients of inputs first, and then those of the weights, finds none of
+ * these. To take those of inputs alone is no mistake. */
+int unit_check_named(struct unit *unit) {
+    if (!unit->anchor_node || !unit->handle->param.use_orig_params)
+        return 0;
+    int reaches = reaches_anchor(unit);
+    if (reaches)
+        return reaches < 0 ? -1 : 0;
+    return PyErr_WarnFormat(
+        PyExc_UserWarning, 1,
+        "rank %lld, unit %S: a backward to named tensors has passed through it, which gives its parameters no gradient "
+        "with use_orig_params=True. Schedules that take the gradients of inputs and weights apart need "
+        "use_orig_params=False",
+        unit_rank(unit), unit->name);
 }
 
 /* New reference to the accumulation node of the part with this index, None where it was frozen in the forward, or NULL. */

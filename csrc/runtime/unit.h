@@ -224,6 +224,8 @@ int unit_post_backward(struct unit *unit);
 /* edges.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
+int unit_check_named(
+    struct unit *unit); /* warns where a backward to named tensors gives its parameters nothing. 0 or -1 */
 int unit_edge_use(PyObject *context,
                   Py_ssize_t index);        /* that to the flat parameter of the part with this index; or -1 */
 int unit_receives_named(struct unit *unit); /* a part does, and the anchor's hook will not come. 0 or -1 */

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import re
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -160,6 +162,24 @@ def test_autograd_is_refused_gradients_of_shards_by_name(rank: int, world_size: 
     for each in (model, usual):
         loss_of(each, rank).backward()
     assert_same(gradients(model), gradients(usual))
+
+
+@own_ranks
+def test_original_parameters_that_a_backward_to_inputs_leaves_out_are_warned_of(rank: int, world_size: int) -> None:
+    """Zero-bubble schedules begin so, and find no weights after it. A backward to everything says nothing."""
+    for use_orig_params, said in ((True, {"0", "2", "4"}), (False, set())):
+        model = wrapped(use_orig_params=use_orig_params)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss_of(model, rank).backward()
+            assert not any("named tensors" in str(one.message) for one in caught)
+            model.zero_grad()
+            x = inputs_of(rank).requires_grad_()
+            torch.autograd.grad(model(x).sum(), x)
+        units = [
+            re.search(r"rank (\d), unit Linear at '(\d)': a backward to named", str(one.message)) for one in caught
+        ]
+        assert {found[2] for found in units if found and found[1] == str(rank)} == said
 
 
 @own_ranks
