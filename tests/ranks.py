@@ -29,8 +29,8 @@ import pytest
 
 from tests.simulated_gpu import races
 
-PATIENCE = float(os.environ.get("FSDP_C_TEST_PATIENCE", "1"))  # more than 1 where processors are emulated
-DEFAULT_TIMEOUT_S = 60.0 * PATIENCE
+PATIENCE = float(os.environ.get("FSDP_C_TEST_PATIENCE", "1"))  # how many times as long tests may take: emulation is slow
+DEFAULT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0 * PATIENCE
 GRACE_S = 3.0  # what the other ranks get to finish once one has failed
 STACK_WAIT_S = 2.0
@@ -313,10 +313,10 @@ def on_ranks(
 
         @functools.wraps(body)
         def test(**arguments: Any) -> None:
-            pool(world_size, label).run(body.__module__, body.__name__, arguments, timeout_s)
+            pool(world_size, label).run(body.__module__, body.__name__, arguments, timeout_s * PATIENCE)
 
         test.__signature__ = inspect.Signature(parameters[2:])  # type: ignore[attr-defined]
         test.rank_body = body  # type: ignore[attr-defined]
-        return pytest.mark.timeout(timeout_s + START_TIMEOUT_S)(test)
+        return pytest.mark.timeout(timeout_s * PATIENCE + START_TIMEOUT_S)(test)
 
     return decorate

@@ -77,7 +77,7 @@ def converted(path: Path) -> dict[str, Any]:
         assert cli.main(["verify", str(before)]) == 0
         assert cli.main(["convert", str(before), str(path)]) == 0
     source = open_source(path)
-    return {"model": {name.removeprefix("model."): source.read(name) for name in source.entries}}
+    return {"model": {name.removeprefix("model."): source.read(name).to(device()) for name in source.entries}}
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
