@@ -29,9 +29,8 @@ import pytest
 
 from tests.simulated_gpu import races
 
-PATIENCE = float(
-    os.environ.get("FSDP_C_TEST_PATIENCE", "1")
-)  # for emulated processors: how many times as long all takes
+# how many times as long all takes, for emulated processors
+PATIENCE = float(os.environ.get("FSDP_C_TEST_PATIENCE", "1"))
 DEFAULT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0 * PATIENCE
 GRACE_S = 3.0  # what the other ranks get to finish once one has failed
