@@ -105,7 +105,7 @@ demo: build
 SHORT := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py
 LONG := tests/distributed tests/parity tests/faults --ignore tests/parity/test_differences.py
 ON_GPU := tests/cuda tests/simulated_gpu tests/races
-PART := 8
+PART := 16
 test: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) $(SHORT)
 	$(PYTEST) -n $(WORKERS) --part $(PART) $(LONG)
