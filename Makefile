@@ -102,21 +102,22 @@ demo: build
 
 # `make test` meets every file: all of SHORT, and of each file of LONG, and of those on the simulated GPU, one test in PART, always the same
 # ones. `make test-all` runs the others too, the libraries, the wheel, and a minute each of what is drawn at random.
-SHORT := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py
-LONG := tests/distributed tests/parity tests/faults --ignore tests/parity/test_differences.py
+SHORT := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
+LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
 ON_GPU := tests/cuda tests/simulated_gpu tests/races
 PART := 16
 test: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) $(SHORT)
 	$(PYTEST) -n $(WORKERS) --part $(PART) $(LONG)
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --part $(PART) $(ON_GPU)
-	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
+	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part 1000 $(ON_ANY_DEVICE)
 
 test-all: test test-rest test-clients test-wheel
 
 test-rest: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) --rest $(PART) $(LONG)
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --rest $(PART) $(ON_GPU)
+	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
 	$(BIN)/python -m tests.fuzz.checkpoint --seconds 60 $(addprefix --seed ,$(SEED))
 	$(BIN)/python -m tests.parity.plain_programs --seconds 60 $(addprefix --seed ,$(SEED))
@@ -140,7 +141,7 @@ soak: build $(VENV)/.dev
 	$(BIN)/python -m tests.faults.soak
 
 # A GPU that is simulated: docs/simulated_gpu.md. Built when stale, into build/simulated_gpu.
-# Of each file that runs on any device `make test` takes one test in SIMULATED_PART, at least one, always the same ones.
+# Of each file that runs on any device `make test-all` takes one test in SIMULATED_PART, always the same ones, `make test` one.
 # Units of WIDE columns are above 1 MiB: what they gather is cut of the pool's piece, which smaller ones never see.
 WIDE := 640
 ON_SIMULATED_GPU := $(BIN)/python -m tests.simulated_gpu
