@@ -143,7 +143,8 @@ def test_parameters_with_gaps_in_memory_keep_their_values(
         use_orig_params=use_orig_params,
         device_id=device(),
     )
-    x = torch.randn(2, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).to(device())
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(2, width, dtype=torch.float64, generator=numbers, device="cpu").to(device())
     optimizers = [torch.optim.SGD(each.parameters(), lr=1e-6) for each in (plain, model)]
     for _ in range(2):
         losses = [each(x).square().mean() for each in (plain, model)]

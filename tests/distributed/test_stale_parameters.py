@@ -77,7 +77,7 @@ def wrap(module: nn.Module, strategy: str = "SHARD_GRAD_OP", **arguments: Any) -
 
 def batch(index: int = 0, width: int = WIDTH) -> Tensor:
     numbers = torch.Generator().manual_seed(index)
-    return torch.randn(4, width, generator=numbers, dtype=torch.float64).to(device())
+    return torch.randn(4, width, generator=numbers, dtype=torch.float64, device="cpu").to(device())
 
 
 def full(model: nn.Module) -> dict[str, Tensor]:

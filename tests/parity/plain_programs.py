@@ -194,7 +194,8 @@ class Side(Run):
 
     def batch(self, *shape: int) -> Tensor:  # type: ignore[override]
         self.draws += 1
-        return torch.randn(BATCH, *shape, generator=torch.Generator().manual_seed(self.draws)).to(ranks.device())
+        numbers = torch.Generator().manual_seed(self.draws)
+        return torch.randn(BATCH, *shape, generator=numbers, device="cpu").to(ranks.device())
 
     def sync(self, on: bool) -> Any:
         return contextlib.nullcontext() if on or self.plain else self.model.no_sync()

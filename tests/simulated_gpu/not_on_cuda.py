@@ -9,7 +9,6 @@ import pytest
 
 OTHER_ROUNDING = "offloaded optimizers step on the CPU, which divides by numbers otherwise than a GPU does"
 NO_SPARSE = "the simulated GPU has no sparse tensors"
-FORKED = "a forked process has no GPU"
 NO_PHILOX = "a generator of the simulated GPU has the CPU's state, in which DTensor finds no offset"
 PLACES = "where a group has gloo beside NCCL, torch says that shards on a GPU are on the CPU"
 NO_COPY = "torch's own cannot copy a ShardedTensor that requires a gradient to the CPU"
@@ -21,9 +20,6 @@ RACE = "torch's own adds such gradients while a reduction on another stream writ
 REASONS: dict[str, dict[str, str]] = {
     "tests/distributed/test_autograd_corners.py": {
         "test_packed_sequences_pass_in_and_out": LENGTHS,
-    },
-    "tests/distributed/test_checkpoint_kills.py": {
-        "test_ranks_killed_at_any_time_leave_the_old_checkpoint_or_the_new": FORKED,
     },
     "tests/distributed/test_collective_calls.py": {
         "test_nccl_is_told_to_run_on_the_current_stream": CPU_BACKEND,
@@ -81,6 +77,9 @@ REASONS: dict[str, dict[str, str]] = {
         "test_row_7_the_cpu_is_a_device_like_others[sync]": ON_CPU,
         "test_row_7_the_cpu_is_a_device_like_others[offload]": ON_CPU,
         "test_row_16_a_packed_sequence_is_cast": LENGTHS,
+        "test_row_42_a_frozen_parameter_keeps_its_gradient[FULL_SHARD]": RACE,
+        "test_row_42_a_frozen_parameter_keeps_its_gradient[SHARD_GRAD_OP]": RACE,
+        "test_row_42_a_frozen_parameter_keeps_its_gradient[NO_SHARD]": RACE,
     },
 }
 
