@@ -73,7 +73,8 @@ static int end_use(struct unit *unit) {
 int unit_reshard_after_forward(struct unit *unit) {
     if ((unit->handle && end_use(unit) < 0) || optional_end_forward(unit) < 0)
         return -1;
-    if (unit->is_root && runtime_give_back_unused(unit->runtime) < 0)
+    bool is_outermost = unit->is_root || unit->runtime->num_in_forward == 1; /* or was called by itself */
+    if (is_outermost && runtime_give_back_unused(unit->runtime) < 0)
         return -1;
     return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_settle(&unit->runtime->schedule) : 0;
 }
