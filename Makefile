@@ -12,8 +12,10 @@ CANDIDATES := python3 python3.14 python3.13 python3.12 python3.11 python3.10
 C_FILES = $(shell find csrc tests -name "*.[ch]" -o -name "*.cpp" -o -name "*.cu")
 PY_FILES := fsdp_c tests benchmarks examples docs setup.py
 PYTEST := $(BIN)/python -m pytest
-# How many tests run beside each other, and from where what is drawn at random begins: SEED=7, by default elsewhere each time.
+# How many tests run beside each other; for how many seconds each fuzzer draws at random, and from where: SEED=7, by default elsewhere
+# each time.
 WORKERS ?= 2
+AT_RANDOM ?= 60
 SEED ?=
 
 RANKS ?= 2
@@ -119,8 +121,8 @@ test-rest: build $(VENV)/.dev
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --rest $(PART) $(ON_GPU)
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
-	$(BIN)/python -m tests.fuzz.checkpoint --seconds 60 $(addprefix --seed ,$(SEED))
-	$(BIN)/python -m tests.parity.plain_programs --seconds 60 $(addprefix --seed ,$(SEED))
+	$(BIN)/python -m tests.fuzz.checkpoint --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
+	$(BIN)/python -m tests.parity.plain_programs --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
 
 test-fast: build $(VENV)/.dev
 	$(PYTEST) tests/unit tests/test_architecture.py
