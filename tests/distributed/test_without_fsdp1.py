@@ -62,7 +62,9 @@ def test_a_torch_without_fsdp1_trains_saves_and_loads_the_same_bits(
 
 @pytest.mark.timeout(700)
 def test_a_torch_with_fsdp1_loads_what_was_saved_without(folder: Path, present: list[dict[str, Any]]) -> None:
-    assert {one.name for one in folder.iterdir()} >= set(WAYS)  # each loads what stands in the folder
+    for way in WAYS:
+        if not (folder / way).exists():  # the test of it runs in another process
+            run(way, folder)
     again = folder / "again"
     again.mkdir()
     for way in WAYS:
