@@ -219,7 +219,9 @@ static void fini(struct dry_run *run) {
 
 /* ---- what a model and autograd do ---- */
 
-static int forward(struct actor *actor) {
+static int forward(struct actor *actor);
+
+static int forward_within(struct actor *actor) {
     struct dry_run *run = actor->run;
     if (unit_unshard_for_forward(&actor->unit) < 0)
         return -1;
@@ -231,6 +233,13 @@ static int forward(struct actor *actor) {
     actor->expected = run->requires_grad;
     unit_expect_backward(&actor->unit, actor->expected);
     return unit_reshard_after_forward(&actor->unit);
+}
+
+static int forward(struct actor *actor) {
+    runtime_enter_forward(&actor->run->runtime);
+    int result = forward_within(actor);
+    runtime_leave_forward(&actor->run->runtime);
+    return result;
 }
 
 static int begin_backward(struct actor *actor) {
@@ -328,10 +337,7 @@ static int run_step(struct dry_run *run, PyObject *lists, bool sync_gradients) {
     for (int64_t i = 0; i < run->runtime.num_units; i++)
         unit_set_sync_gradients(run->units[i], sync_gradients);
     run->requires_grad = run->tree->inputs_require_grad;
-    runtime_enter_forward(&run->runtime);
-    int result = begin_list(run, lists) < 0 ? -1 : forward(run->actors);
-    runtime_leave_forward(&run->runtime);
-    if (result < 0 || begin_list(run, lists) < 0)
+    if (begin_list(run, lists) < 0 || forward(run->actors) < 0 || begin_list(run, lists) < 0)
         return -1;
     if (run->requires_grad && backward(run->actors, false) < 0)
         return -1;
