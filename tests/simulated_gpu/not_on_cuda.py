@@ -77,9 +77,6 @@ REASONS: dict[str, dict[str, str]] = {
         "test_row_7_the_cpu_is_a_device_like_others[sync]": ON_CPU,
         "test_row_7_the_cpu_is_a_device_like_others[offload]": ON_CPU,
         "test_row_16_a_packed_sequence_is_cast": LENGTHS,
-        "test_row_42_a_frozen_parameter_keeps_its_gradient[FULL_SHARD]": RACE,
-        "test_row_42_a_frozen_parameter_keeps_its_gradient[SHARD_GRAD_OP]": RACE,
-        "test_row_42_a_frozen_parameter_keeps_its_gradient[NO_SHARD]": RACE,
     },
 }
 
