@@ -118,6 +118,7 @@ def _run_body(module: str, name: str, rank: int, world_size: int, kwargs: dict[s
     import torch
 
     torch.manual_seed(0)
+    torch.set_default_device(device() if device_type() == "cuda" else None)  # whatever the body before has left
     try:
         with races.none_found(), _nothing_unraisable():
             return Outcome(value=_body(module, name)(rank, world_size, **kwargs))
@@ -154,7 +155,6 @@ def _serve(index: int, world_size: int, port: int, log: str, path: list[str], co
     if device_type() == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(index % torch.cuda.device_count())
-        torch.set_default_device(device())
     dist.init_process_group(backend, store=store, rank=index, world_size=world_size, timeout=timedelta(minutes=30))
     connection.send(Outcome())
     while True:
