@@ -31,14 +31,14 @@ using torch::jit::Stack;
 using names = std::unordered_set<std::string>;
 using simulated_gpu::as_cpu;
 using simulated_gpu::borrowed;
+using simulated_gpu::changed;
 using simulated_gpu::cpu_storage_of;
+using simulated_gpu::for_each_tensor;
 using simulated_gpu::held_operator;
 using simulated_gpu::mark_wrapped_number;
-
-size_t needed_nbytes(const Tensor &tensor) {
-    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                            (size_t)tensor.storage_offset());
-}
+using simulated_gpu::needed_nbytes;
+using simulated_gpu::takes_cpu_tensors;
+using simulated_gpu::view_of;
 
 CUstream_st *stream_on(const c10::Device &device) {
     return fake::stream_of(c10::cuda::getCurrentCUDAStream(device.index()).stream());
@@ -87,12 +87,6 @@ void draw(const at::PhiloxCudaState &numbers, const std::function<void()> &run) 
 }
 
 /* ---- one call ---- */
-
-/* Beside tensors of a GPU, one of the CPU with dimensions is an error but for these. */
-bool takes_cpu_tensors(const std::string &name) {
-    return name.find("index") != std::string::npos || name.find("copy") != std::string::npos ||
-           name.rfind("aten::_fused", 0) == 0 || name.rfind("aten::_foreach", 0) == 0;
-}
 
 /* The host learns the sizes of their results from the device. */
 bool makes_the_host_wait(const std::string &name) {
@@ -187,24 +181,6 @@ class device_call {
                                       });
     }
 
-    template <typename Body> static void for_each_tensor(const IValue &value, Body body) {
-        if (value.isTensor()) {
-            if (value.toTensor().defined()) {
-                body(value.toTensor());
-            }
-        } else if (value.isTensorList()) {
-            for (const Tensor &each : value.toTensorVector()) {
-                body(each);
-            }
-        } else if (value.isOptionalTensorList()) {
-            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
-                if (each && each->defined()) {
-                    body(*each);
-                }
-            }
-        }
-    }
-
     void find_device() {
         bool found = false, has_cpu_tensor = false;
         device = c10::Device(c10::kCUDA, c10::cuda::current_device());
@@ -257,21 +233,8 @@ class device_call {
     }
 
     void convert(IValue &value) {
-        if (value.isTensor()) {
-            value = to_cpu(value.toTensor());
-        } else if (value.isTensorList()) {
-            c10::List<Tensor> list;
-            for (const Tensor &each : value.toTensorVector()) {
-                list.push_back(to_cpu(each));
-            }
-            value = list;
-        } else if (value.isOptionalTensorList()) {
-            c10::List<std::optional<Tensor>> list;
-            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
-                list.push_back(each ? std::optional<Tensor>(to_cpu(*each)) : each);
-            }
-            value = list;
-        } else if (value.isDevice() && value.toDevice().is_cuda()) {
+        value = changed(value, [&](const Tensor &each) { return to_cpu(each); });
+        if (value.isDevice() && value.toDevice().is_cuda()) {
             value = c10::Device(c10::kCPU);
         } else if (value.isGenerator()) {
             value = at::detail::getDefaultCPUGenerator();
@@ -315,11 +278,7 @@ class device_call {
         }
         for (auto &[storage, of_cpu] : storages) {
             if (of_cpu.unsafeGetStorageImpl() == cpu.storage().unsafeGetStorageImpl()) {
-                c10::Storage kept(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
-                Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-                    std::move(kept), c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.dtype());
-                made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-                return made;
+                return view_of(storage, cpu);
             }
         }
         Tensor made = at::detail::empty_strided_cuda(cpu.sizes(), cpu.strides(), cpu.scalar_type(), device);
@@ -331,15 +290,7 @@ class device_call {
     }
 
     void bring_back(IValue &value) {
-        if (value.isTensor()) {
-            value = from_cpu(value.toTensor());
-        } else if (value.isTensorList()) {
-            c10::List<Tensor> list;
-            for (const Tensor &each : value.toTensorVector()) {
-                list.push_back(from_cpu(each));
-            }
-            value = list;
-        }
+        value = changed(value, [&](const Tensor &cpu) { return from_cpu(cpu); });
     }
 };
 

@@ -10,28 +10,6 @@ using c10::IValue;
 using values = std::vector<IValue>;
 using change = std::function<Tensor(const Tensor &)>;
 
-/* The value with each of its tensors changed. */
-static IValue changed(const IValue &value, const change &with) {
-    if (value.isTensor()) {
-        return value.toTensor().defined() ? IValue(with(value.toTensor())) : value;
-    }
-    if (value.isTensorList()) {
-        c10::List<Tensor> list;
-        for (const Tensor &each : value.toTensorVector()) {
-            list.push_back(with(each));
-        }
-        return list;
-    }
-    if (value.isOptionalTensorList()) {
-        c10::List<std::optional<Tensor>> list;
-        for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
-            list.push_back(each && each->defined() ? std::optional<Tensor>(with(*each)) : each);
-        }
-        return list;
-    }
-    return value;
-}
-
 static values all_changed(const values &given, const change &with) {
     values made;
     for (const IValue &each : given) {

@@ -113,11 +113,6 @@ static Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<
                                                     c10::dtype_or_default(dtype)));
 }
 
-static size_t needed_nbytes(const Tensor &tensor) {
-    return at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.element_size(),
-                                            (size_t)tensor.storage_offset());
-}
-
 /* A tensor may show more than its storage holds once its sizes or its storage were set. */
 static void make_room(const Tensor &tensor) {
     size_t needed = needed_nbytes(tensor);
@@ -290,12 +285,6 @@ static bool makes_the_host_wait(const std::string &name) {
     return all.count(name) != 0;
 }
 
-/* Beside tensors of a GPU, one of the CPU with dimensions is an error but for these. */
-static bool takes_cpu_tensors(const std::string &name) {
-    return name.find("index") != std::string::npos || name.find("copy") != std::string::npos ||
-           name.rfind("aten::_fused", 0) == 0 || name.rfind("aten::_foreach", 0) == 0;
-}
-
 /* Values that are addresses, and would be wrong ones before they are there. */
 static bool may_hold_indices(const Tensor &tensor) {
     return at::isIntegralType(tensor.scalar_type(), false);
@@ -448,24 +437,6 @@ class device_call {
         }
     }
 
-    template <typename Body> static void for_each_tensor(const IValue &value, Body body) {
-        if (value.isTensor()) {
-            if (value.toTensor().defined()) {
-                body(value.toTensor());
-            }
-        } else if (value.isTensorList()) {
-            for (const Tensor &each : value.toTensorVector()) {
-                body(each);
-            }
-        } else if (value.isOptionalTensorList()) {
-            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
-                if (each && each->defined()) {
-                    body(*each);
-                }
-            }
-        }
-    }
-
     void find_device() {
         bool found = false, has_cpu_tensor = false;
         auto look = [&](const Tensor &each) {
@@ -516,21 +487,8 @@ class device_call {
         bool is_access = !alias || alias->isWrite(); /* a view touches nothing */
         enum access how = alias && alias->isWrite() ? WRITE : READ;
         bool is_replaced = argument.is_out() || overwrites(schema.name());
-        if (value.isTensor()) {
-            value = to_cpu(value.toTensor(), is_access, how, is_replaced);
-        } else if (value.isTensorList()) {
-            c10::List<Tensor> list;
-            for (const Tensor &each : value.toTensorVector()) {
-                list.push_back(to_cpu(each, is_access, how, is_replaced));
-            }
-            value = list;
-        } else if (value.isOptionalTensorList()) {
-            c10::List<std::optional<Tensor>> list;
-            for (const std::optional<Tensor> &each : value.toOptionalTensorVector()) {
-                list.push_back(each ? std::optional<Tensor>(to_cpu(*each, is_access, how, is_replaced)) : each);
-            }
-            value = list;
-        } else if (value.isDevice() && value.toDevice().is_cuda()) {
+        value = changed(value, [&](const Tensor &each) { return to_cpu(each, is_access, how, is_replaced); });
+        if (value.isDevice() && value.toDevice().is_cuda()) {
             value = c10::Device(has_only_shapes() ? c10::kMeta : c10::kCPU);
         } else if (value.isGenerator()) {
             value = cpu_generator_in(value.toGenerator());
@@ -599,24 +557,8 @@ class device_call {
         return made;
     }
 
-    static Tensor view_of(c10::StorageImpl *storage, const Tensor &cpu) {
-        c10::Storage kept(c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage));
-        Tensor made = at::detail::make_tensor<c10::TensorImpl>(
-            std::move(kept), c10::DispatchKeySet(c10::DispatchKey::CUDA), cpu.dtype());
-        made.unsafeGetTensorImpl()->set_sizes_and_strides(cpu.sizes(), cpu.strides(), cpu.storage_offset());
-        return made;
-    }
-
     void bring_back(IValue &value) {
-        if (value.isTensor()) {
-            value = from_cpu(value.toTensor());
-        } else if (value.isTensorList()) {
-            c10::List<Tensor> list;
-            for (const Tensor &each : value.toTensorVector()) {
-                list.push_back(from_cpu(each));
-            }
-            value = list;
-        }
+        value = changed(value, [&](const Tensor &cpu) { return from_cpu(cpu); });
     }
 };
 
