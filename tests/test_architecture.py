@@ -193,7 +193,7 @@ def prefix_violations(root: Path) -> list[str]:
         for head, function, _ in definitions_of(without_preprocessor(text))
         if name.split("/")[0] in STATEFUL
         and not re.search(r"\bstatic\b(?!\s+inline)", head)
-        and not any(function.startswith(f"{stem_of(one)}_") for one in (name, *headers.get(function, [])))
+        and not any(f"{function}_".startswith(f"{stem_of(one)}_") for one in (name, *headers.get(function, [])))
     ]
 
 

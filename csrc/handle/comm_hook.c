@@ -4,15 +4,15 @@
  * no factor is applied. torch's fp16 and bf16 hooks are known by identity and run as the reduction of this library, in the
  * hook's dtype and with the group and factors of its state: torch's own end in an operation that the CPU does not have. */
 #include "handle/gradients.h"
+#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
 int gradients_check_hookless(const struct gradients *gradients) {
     if (!gradients->comm_hook.function && !gradients->in_backward)
         return 0;
-    PyErr_Format(PyExc_RuntimeError, "rank %lld, unit %S: a communication hook is registered once, before a backward",
-                 (long long)gradients->param->layout.rank, gradients->param->name);
-    return -1;
+    return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+                      "a communication hook is registered once, before a backward");
 }
 
 void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native) {
@@ -61,13 +61,10 @@ int gradients_read_comm_hook(struct gradients *gradients) {
 static int refuse_result(struct gradients *gradients, PyObject *result) {
     int64_t want =
         gradients->param->sharded ? gradients->param->layout.shard_numel : gradients->param->layout.padded_numel;
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: its communication hook left a gradient of %R, expected a dense one of %lld elements "
-        "on %S",
-        (long long)gradients->param->layout.rank, gradients->param->name, (PyObject *)Py_TYPE(result), (long long)want,
-        gradients->param->device);
-    return -1;
+    return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+                      "its communication hook left a gradient of %R, expected a dense one of %lld elements "
+                      "on %S",
+                      (PyObject *)Py_TYPE(result), (long long)want, gradients->param->device);
 }
 
 /* A hook may have given the tensor other data (`output.data = ...`): another dtype is welcome, another size is not. */

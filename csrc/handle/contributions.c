@@ -1,5 +1,6 @@
 /* What autograd has brought for one unit: the latest contribution, added up with the ones before it. */
 #include "handle/gradients.h"
+#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -8,11 +9,11 @@ int gradients_refuse(const struct gradients *gradients, int64_t index) {
     PyObject *fqn = flat_param_fqn(gradients->param, index);
     if (!fqn)
         return -1;
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: cannot use the gradient of %S: dense strided gradients on %S are supported. "
-                 "Sparse gradients "
-                 "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
-                 (long long)gradients->param->layout.rank, gradients->param->name, fqn, gradients->param->device);
+    unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+               "cannot use the gradient of %S: dense strided gradients on %S are supported. "
+               "Sparse gradients "
+               "(nn.Embedding(sparse=True)) need an unsharded module: pass it in ignored_modules.",
+               fqn, gradients->param->device);
     Py_DECREF(fqn);
     return -1;
 }

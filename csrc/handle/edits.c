@@ -1,5 +1,6 @@
 /* What the user replaced between steps is taken over before the next all-gather (C-130 to C-136). */
 #include "handle/edits.h"
+#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -286,12 +287,12 @@ enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
 
 static int refuse_late_write(const struct edits *edits, int64_t param) {
     PyObject *fqn = flat_param_fqn(edits->param, param);
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: its forward writes in place to %S, but did not in its first %d forwards, so that "
-                 "parameters were not looked at and what it wrote in the last %d may be lost. From now on writes are "
-                 "kept. Have it write in one of its first forwards as well, if only the values that are there, or keep "
-                 "in a buffer what a forward changes.",
-                 (long long)edits->param->layout.rank, edits->param->name, fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
+    unit_error(PyExc_RuntimeError, edits->param->layout.rank, edits->param->name,
+               "its forward writes in place to %S, but did not in its first %d forwards, so that "
+               "parameters were not looked at and what it wrote in the last %d may be lost. From now on writes are "
+               "kept. Have it write in one of its first forwards as well, if only the values that are there, or keep "
+               "in a buffer what a forward changes.",
+               fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
     Py_DECREF(fqn);
     return -1;
 }

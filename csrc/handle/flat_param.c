@@ -1,4 +1,5 @@
 #include "handle/flat_param.h"
+#include "handle/unit_error.h"
 
 #include "torch/names.h"
 #include "torch/ref.h"
@@ -35,11 +36,9 @@ static int check_shape(const struct flat_param *param, int64_t index) {
         fits = shape->sizes[dim] >= 0 && !__builtin_mul_overflow(numel, shape->sizes[dim], &numel);
     if (fits && numel == has)
         return 0;
-    PyErr_Format(PyExc_ValueError,
-                 "rank %lld, unit %S: parameter %lld of shape %S and strides %S does not lie in its %lld elements",
-                 (long long)param->layout.rank, param->name, (long long)index, PyTuple_GetItem(param->shapes, index),
-                 PyTuple_GetItem(param->strides, index), (long long)has);
-    return -1;
+    return unit_error(PyExc_ValueError, param->layout.rank, param->name,
+                      "parameter %lld of shape %S and strides %S does not lie in its %lld elements", (long long)index,
+                      PyTuple_GetItem(param->shapes, index), PyTuple_GetItem(param->strides, index), (long long)has);
 }
 
 static int init_shapes(struct flat_param *param) {

@@ -4,6 +4,7 @@
  * arrival (autograd's input buffer), and then are added to what earlier backwards left in .grad. With low-precision parameters
  * each forward there has its own AccumulateGrad node, so each contribution is added to .grad by itself. */
 #include "handle/gradients.h"
+#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -161,12 +162,12 @@ static PyObject *pack_alone(struct gradients *gradients, PyObject *args) {
 PyObject *gradients_flat_of(struct gradients *gradients, PyObject *args) {
     const struct flat_param *param = gradients->param;
     if (param->sharded) {
-        PyErr_Format(
-            PyExc_RuntimeError,
-            "rank %lld, unit %S: torch.autograd.grad() cannot return the gradient of its flat parameter, "
+        unit_error(
+            PyExc_RuntimeError, param->layout.rank, param->name,
+            "torch.autograd.grad() cannot return the gradient of its flat parameter, "
             "of which each of %lld ranks holds a part: call backward(), or backward(inputs=...), and read .grad. "
             "Schedules that take the gradients of inputs and weights apart need FSDP units with a group of one rank",
-            (long long)param->layout.rank, param->name, (long long)param->shard_group.world_size);
+            (long long)param->shard_group.world_size);
         return NULL;
     }
     if (!has_gradient(args, param->num_params))

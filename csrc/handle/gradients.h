@@ -30,7 +30,7 @@ struct gradients {
         *storage;                /* borrowed; how the shard and the parameters look, and where they are computed with */
     struct published *published; /* borrowed */
 
-    enum grad_kind kind;   /* written by gradients_state.c */
+    enum grad_kind kind;   /* written by states.c */
     PyObject *pending;     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
     PyObject *sum;         /* owned; earlier contributions of this backward, compute dtype, padded unsharded size */
     PyObject *unsharded;   /* owned; left by no_sync in earlier backwards, compute dtype, padded unsharded size */
@@ -72,7 +72,7 @@ void gradients_fini(struct gradients *gradients);
 int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);
 int gradients_lazy_init(struct gradients *gradients); /* after the storage's. 0 or -1 */
 
-/* gradients_state.c: the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds. */
+/* states.c: the only writer of `kind`. 0, or -1 with RuntimeError naming the unit and both kinds. */
 int gradients_set_kind(struct gradients *gradients, enum grad_kind kind);
 void gradients_check(const struct gradients *gradients); /* the invariant, where FSDP_C_CHECK is defined */
 

@@ -5,7 +5,7 @@
  *   layer_calls what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone. `training_state` says who is
- * using the unit, and is written by one function (handle_state.c) against a table of legal transitions. Between lazy init and the
+ * using the unit, and is written by one function (states.c) against a table of legal transitions. Between lazy init and the
  * next change of the flat parameter's data `ready` holds, and all components agree on the shard. */
 #ifndef FSDP_HANDLE_HANDLE_H
 #define FSDP_HANDLE_HANDLE_H
@@ -47,7 +47,7 @@ int handle_init(struct handle *handle, const struct handle_spec *spec); /* 0, or
 void handle_fini(struct handle *handle);
 int handle_visit(struct handle *handle, visitproc visit, void *arg);
 
-/* handle_state.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states. From everywhere it may
+/* states.c: the only writer of training_state. 0, or -1 with RuntimeError naming the unit and both states. From everywhere it may
  * become IDLE. */
 int handle_set_training_state(struct handle *handle, enum training_state state);
 void handle_check(const struct handle

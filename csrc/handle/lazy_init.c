@@ -1,5 +1,6 @@
 /* Lazy init, and what follows where the flat parameter's data has become another one. */
 #include "handle/handle.h"
+#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -67,12 +68,10 @@ int handle_writeback(struct handle *handle) {
 /* ---- a flat parameter that moves ---- */
 
 static int refuse_to_move(struct handle *handle) {
-    PyErr_Format(
-        PyExc_AssertionError,
-        "rank %lld, unit %S: its flat parameter cannot be moved in state %s. Move it between steps, outside of "
-        "summon_full_params.",
-        (long long)handle->param.layout.rank, handle->param.name, training_state_name(handle->training_state));
-    return -1;
+    return unit_error(PyExc_AssertionError, handle->param.layout.rank, handle->param.name,
+                      "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
+                      "summon_full_params.",
+                      training_state_name(handle->training_state));
 }
 
 int handle_leave(struct handle *handle) {

@@ -7,6 +7,7 @@
  * hook may replace the gradient, a later one `.grad`; what stands there in the end is what is reduced. With low-precision parameters
  * every forward has its own turn, see [Note: order of addition]. */
 #include "handle/gradients.h"
+#include "handle/unit_error.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
 
@@ -35,24 +36,20 @@ static PyObject *functions_of(const struct gradients *gradients, PyObject *attri
 
 static int refuse_replacement(const struct gradients *gradients, PyObject *function, const char *what,
                               PyObject *value) {
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
-        "one of the same size, dtype and device, not by a %R",
-        (long long)gradients->param->layout.rank, gradients->param->name, function, what, (PyObject *)Py_TYPE(value));
-    return -1;
+    return unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+                      "hook %R of its flat parameter has changed the %s of value: a gradient is replaced by "
+                      "one of the same size, dtype and device, not by a %R",
+                      function, what, (PyObject *)Py_TYPE(value));
 }
 
 /* What a hook returned must be able to stand for the gradient it was given. */
 static int check_replacement(const struct gradients *gradients, PyObject *function, PyObject *grad, PyObject *value) {
     struct tensor_view old, new;
     if (!torch_is_tensor(value)) {
-        PyErr_Format(PyExc_TypeError,
-                     "rank %lld, unit %S: expected a Tensor or None from hook %R of its flat parameter, but hook "
-                     "returned %R",
-                     (long long)gradients->param->layout.rank, gradients->param->name, function,
-                     (PyObject *)Py_TYPE(value));
-        return -1;
+        return unit_error(PyExc_TypeError, gradients->param->layout.rank, gradients->param->name,
+                          "expected a Tensor or None from hook %R of its flat parameter, but hook "
+                          "returned %R",
+                          function, (PyObject *)Py_TYPE(value));
     }
     if (tensor_view_of(grad, &old) < 0 || tensor_view_of(value, &new) < 0)
         return -1;
@@ -88,9 +85,8 @@ static int call_accumulated_hooks(struct gradients *gradients) {
         PyObject *value = PyObject_CallFunctionObjArgs(PyList_GetItem(functions, i), gradients->param->tensor, NULL);
         result = value ? 0 : -1;
         if (value && value != Py_None) {
-            PyErr_Format(PyExc_RuntimeError,
-                         "rank %lld, unit %S: Tensor post accumulate grad hooks should return None, not a %R",
-                         (long long)gradients->param->layout.rank, gradients->param->name, (PyObject *)Py_TYPE(value));
+            unit_error(PyExc_RuntimeError, gradients->param->layout.rank, gradients->param->name,
+                       "Tensor post accumulate grad hooks should return None, not a %R", (PyObject *)Py_TYPE(value));
             result = -1;
         }
         Py_XDECREF(value);

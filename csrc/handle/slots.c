@@ -1,5 +1,6 @@
 /* What the modules' slots show: sharded Parameters, views of the unsharded storage, or full Parameters. */
 #include "handle/slots.h"
+#include "handle/unit_error.h"
 
 #include "torch/names.h"
 #include "torch/tensor.h"
@@ -195,11 +196,11 @@ int slots_show_nothing(struct slots *slots) {
 
 static int refuse_assigned(const struct slots *slots, const struct slot *slot) {
     PyObject *fqn = flat_param_fqn(slots->param, slot->param);
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: something else was assigned to %S after wrapping. With use_orig_params=False it "
-                 "would be trained on each rank alone and never be saved. Assign or tie before wrapping, change values "
-                 "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
-                 (long long)slots->param->layout.rank, slots->param->name, fqn);
+    unit_error(PyExc_RuntimeError, slots->param->layout.rank, slots->param->name,
+               "something else was assigned to %S after wrapping. With use_orig_params=False it "
+               "would be trained on each rank alone and never be saved. Assign or tie before wrapping, change values "
+               "inside FullyShardedDataParallel.summon_full_params(module), or pass use_orig_params=True.",
+               fqn);
     Py_DECREF(fqn);
     return -1;
 }

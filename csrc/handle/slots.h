@@ -34,7 +34,7 @@ struct slot {
 
 struct slots {
     const struct flat_param *param; /* borrowed */
-    enum shown shown;               /* written by slots_state.c */
+    enum shown shown;               /* written by states.c */
     struct slot *all;               /* owned; the first num_params are the parameters in order, then shared names */
     int64_t count;
     bool watched;            /* some slot is set by setattr */
@@ -50,7 +50,7 @@ int slots_init(struct slots *slots, const struct handle_spec *spec);  /* 0 or -1
 void slots_fini(struct slots *slots);
 int slots_visit(const struct slots *slots, visitproc visit, void *arg);
 
-/* slots_state.c: the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds. */
+/* states.c: the only writer of `shown`. 0, or -1 with RuntimeError naming the unit and both kinds. */
 int slots_set_shown(struct slots *slots, enum shown shown);
 void slots_check(const struct slots *slots); /* the invariant, where FSDP_C_CHECK is defined */
 

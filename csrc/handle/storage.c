@@ -1,5 +1,6 @@
 /* The shard as the flat parameter is now, and where its unit computes. */
 #include "handle/storage.h"
+#include "handle/unit_error.h"
 
 #include "torch/kernel_library.h"
 #include "torch/names.h"
@@ -49,11 +50,10 @@ static int init_dtype(struct storage *storage) {
 }
 
 static int refuse_device(struct storage *storage, const char *why) {
-    PyErr_Format(PyExc_NotImplementedError,
-                 "rank %lld, unit %S: it computes on %S, and there are no kernels for that: %s. Pass "
-                 "device_id=torch.device(\"cpu\") to compute on the CPU.",
-                 (long long)storage->param->layout.rank, storage->param->name, storage->param->device, why);
-    return -1;
+    return unit_error(PyExc_NotImplementedError, storage->param->layout.rank, storage->param->name,
+                      "it computes on %S, and there are no kernels for that: %s. Pass "
+                      "device_id=torch.device(\"cpu\") to compute on the CPU.",
+                      storage->param->device, why);
 }
 
 static int init_local_shard(struct storage *storage) {
@@ -66,12 +66,10 @@ static int init_local_shard(struct storage *storage) {
     int64_t want = storage->param->layout.shard_numel, numel = tensor_view_numel(&storage->local_view);
     if (numel == want)
         return 0;
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: its flat parameter has %lld elements, its shard has %lld. Assign flat_param.data only "
-        "tensors of the shard's size.",
-        (long long)storage->param->layout.rank, storage->param->name, (long long)numel, (long long)want);
-    return -1;
+    return unit_error(PyExc_RuntimeError, storage->param->layout.rank, storage->param->name,
+                      "its flat parameter has %lld elements, its shard has %lld. Assign flat_param.data only "
+                      "tensors of the shard's size.",
+                      (long long)numel, (long long)want);
 }
 
 int storage_read_shard(struct storage *storage) {
@@ -90,11 +88,10 @@ int storage_refuse_elsewhere(const struct storage *storage) {
     PyObject *device = PyObject_GetAttr(storage->local_shard, torch_names.device);
     if (!device)
         return -1;
-    PyErr_Format(
-        PyExc_AssertionError,
-        "rank %lld, unit %S: Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter "
-        "back first, by handle.flat_param_to(device) as it was moved away, or by moving the module.",
-        (long long)storage->param->layout.rank, storage->param->name, storage->param->device, device);
+    unit_error(PyExc_AssertionError, storage->param->layout.rank, storage->param->name,
+               "Expects tensor to be on the compute device %S, was on %S. Bring its flat parameter "
+               "back first, by handle.flat_param_to(device) as it was moved away, or by moving the module.",
+               storage->param->device, device);
     Py_DECREF(device);
     return -1;
 }

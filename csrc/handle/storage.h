@@ -58,7 +58,7 @@ struct precision_copy {
 
 struct storage {
     const struct flat_param *param; /* borrowed */
-    enum param_state param_state;   /* written by storage_state.c */
+    enum param_state param_state;   /* written by states.c */
 
     PyObject *fallback_dtypes;  /* owned; (param_dtype or None, reduce_dtype or None) as the user gave them */
     bool reduce_dtype_is_fixed; /* a low-precision hook reduces in its own dtype whatever it is given */
@@ -96,7 +96,7 @@ int storage_init(struct storage *storage, const struct handle_spec *spec);  /* 0
 void storage_fini(struct storage *storage);
 int storage_visit(const struct storage *storage, visitproc visit, void *arg);
 
-/* storage_state.c: the only writer of param_state. 0, or -1 with RuntimeError naming the unit and both states. */
+/* states.c: the only writer of param_state. 0, or -1 with RuntimeError naming the unit and both states. */
 int storage_set_state(struct storage *storage, enum param_state state);
 void storage_check(const struct storage *storage); /* the invariant, where FSDP_C_CHECK is defined */
 

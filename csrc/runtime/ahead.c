@@ -1,5 +1,6 @@
 /* Gathering a unit ahead of its turn: in the order of units (D-110 to D-116), or on the user's word. A step that begins without its
  * root. */
+#include "handle/unit_error.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 
@@ -102,11 +103,9 @@ int unit_unshard(struct unit *unit) {
     if (!handle || !unit->runtime)
         return 0;
     if (handle->training_state == USE_SUMMON_FULL_PARAMS) {
-        PyErr_Format(PyExc_RuntimeError,
-                     "rank %lld, unit %S: its full parameters are summoned: gather it ahead outside "
-                     "of summon_full_params",
-                     (long long)handle->param.layout.rank, unit->name);
-        return -1;
+        return unit_error(PyExc_RuntimeError, handle->param.layout.rank, unit->name,
+                          "its full parameters are summoned: gather it ahead outside "
+                          "of summon_full_params");
     }
     if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
         gather_for_next(unit) < 0)

@@ -1,4 +1,5 @@
 /* A unit in backward: what its hooks do (D-050 to D-088). */
+#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -50,13 +51,11 @@ static int pre_backward(struct unit *unit) {
 }
 
 int unit_refuse_backward(const struct unit *unit) {
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: a backward has come to a forward of a tree of units that is none any more: a unit in it "
+    return unit_error(
+        PyExc_RuntimeError, unit_rank(unit), unit->name,
+        "a backward has come to a forward of a tree of units that is none any more: a unit in it "
         "has since run in a forward of another root, or the tree was reset. Call backward() before that, or let "
-        "one FullyShardedDataParallel around both roots call them in its forward.",
-        unit_rank(unit), unit->name);
-    return -1;
+        "one FullyShardedDataParallel around both roots call them in its forward.");
 }
 
 int unit_pre_backward(struct unit *unit) {
@@ -119,12 +118,9 @@ static int post_backward_without_gradient(struct unit *unit) {
     struct handle *handle = unit->handle;
     if (!unit->sync_gradients || !handle->param.sharded || handle->gradients.saved_shard)
         return unit->runtime->operations->post_backward_reshard(unit);
-    PyErr_Format(
-        PyExc_AssertionError,
-        "rank %lld, unit %S: a hook of its flat parameter has set .grad to None before the gradient was reduced, "
-        "which the other ranks wait for: zero the gradient instead, or clear it after backward()",
-        (long long)handle->param.layout.rank, unit->name);
-    return -1;
+    return unit_error(PyExc_AssertionError, handle->param.layout.rank, unit->name,
+                      "a hook of its flat parameter has set .grad to None before the gradient was reduced, "
+                      "which the other ranks wait for: zero the gradient instead, or clear it after backward()");
 }
 
 /* What has come is reduced with the unit around it, or added up under no_sync. */

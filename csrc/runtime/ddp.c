@@ -1,5 +1,6 @@
 /* DistributedDataParallel around the root. It averages the gradients of flat parameters that are whole on each rank, by hooks that come
  * after the anchor's. What it cannot average is said when the root's forward begins. */
+#include "handle/unit_error.h"
 #include "runtime/runtime.h"
 #include "torch/names.h"
 
@@ -24,12 +25,10 @@ static int warn(const struct flat_param *param) {
 }
 
 static int refuse(const struct flat_param *param) {
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: DistributedDataParallel cannot average the gradient of its flat parameter, which "
-                 "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU offload",
-                 (long long)param->layout.rank, param->name,
-                 param->sharded ? "sharded, each rank's being of another part" : "offloaded");
-    return -1;
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name,
+                      "DistributedDataParallel cannot average the gradient of its flat parameter, which "
+                      "is %s: use HYBRID_SHARD in place of DistributedDataParallel, or NO_SHARD without CPU offload",
+                      param->sharded ? "sharded, each rank's being of another part" : "offloaded");
 }
 
 static int check_part(const struct unit *part, PyObject *managed) {

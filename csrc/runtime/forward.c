@@ -1,4 +1,5 @@
 /* A unit's forward, from the root's pre-forward to its post-forward. */
+#include "handle/unit_error.h"
 #include "runtime/callbacks.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
@@ -212,12 +213,10 @@ static bool is_summoned(const struct unit *unit) {
 static PyObject *forward_on_full_params(const struct unit *unit, PyObject *wrapped, PyObject *args, PyObject *kwargs) {
     if (!torch_grad_enabled())
         return PyObject_Call(wrapped, args, kwargs);
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
-        "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the forward, or leave "
-        "summon_full_params() first.",
-        unit_rank(unit), unit->name);
+    unit_error(PyExc_RuntimeError, unit_rank(unit), unit->name,
+               "illegal transition from SUMMON_FULL_PARAMS to FORWARD: no backward could follow, as "
+               "summon_full_params() frees the parameters at its end. Use torch.no_grad() around the forward, or leave "
+               "summon_full_params() first.");
     return NULL;
 }
 

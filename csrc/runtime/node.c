@@ -1,4 +1,5 @@
 /* The autograd function of a unit. See [Note: one node per unit] in unit.h. */
+#include "handle/unit_error.h"
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
 #include "runtime/watch.h"
@@ -377,12 +378,10 @@ static int refuse_transformed(struct unit *unit, bool enabled, bool has_new_anch
         unit_drop_anchor(unit);
     if (!enabled)
         return 0;
-    PyErr_Format(PyExc_NotImplementedError,
-                 "rank %lld, unit %S: its forward is called inside of a transformation of torch.func (vmap, grad, jvp) "
-                 "while gradients are enabled, which cannot be recorded for sharded parameters. Call it under "
-                 "torch.no_grad(), or transform the module that is not wrapped.",
-                 unit_rank(unit), unit->name);
-    return -1;
+    return unit_error(PyExc_NotImplementedError, unit_rank(unit), unit->name,
+                      "its forward is called inside of a transformation of torch.func (vmap, grad, jvp) "
+                      "while gradients are enabled, which cannot be recorded for sharded parameters. Call it under "
+                      "torch.no_grad(), or transform the module that is not wrapped.");
 }
 
 /* In low precision the flat parameter changes its dtype for the forward and back, with which it loses its accumulation node. */

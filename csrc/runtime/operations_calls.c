@@ -1,4 +1,5 @@
 /* The operations of a step that call what outside code has put in their place. */
+#include "handle/unit_error.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 #include "torch/ref.h"
@@ -33,13 +34,10 @@ static int call_prepare_gather(struct unit *unit) {
 }
 
 static int refuse_sharded(const struct unit *unit) {
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: the function in place of FlatParamHandle.unshard has not gathered the parameters: "
-        "call the original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
-        "_use_unsharded_flat_param",
-        (long long)unit->handle->param.layout.rank, unit->name);
-    return -1;
+    return unit_error(PyExc_RuntimeError, unit->handle->param.layout.rank, unit->name,
+                      "the function in place of FlatParamHandle.unshard has not gathered the parameters: "
+                      "call the original in it, or _alloc_padded_unsharded_flat_param, _all_gather_flat_param and "
+                      "_use_unsharded_flat_param");
 }
 
 static int call_gather(struct unit *unit) {
@@ -75,10 +73,10 @@ static int choose(struct unit *unit, struct unit **chosen) {
     PyObject *handle = call(unit, REPLACEABLE_GET_HANDLE_TO_PREFETCH, unit->handle_object, NULL, NULL);
     *chosen = handle && handle != Py_None ? unit_of_handle(unit->runtime, handle) : NULL;
     if (handle && handle != Py_None && !*chosen)
-        PyErr_Format(PyExc_TypeError,
-                     "rank %lld, unit %S: the function in place of _get_handle_to_prefetch returned %R: return the "
-                     "handle of a unit below the same root, or None",
-                     (long long)unit->handle->param.layout.rank, unit->name, handle);
+        unit_error(PyExc_TypeError, unit->handle->param.layout.rank, unit->name,
+                   "the function in place of _get_handle_to_prefetch returned %R: return the "
+                   "handle of a unit below the same root, or None",
+                   handle);
     int result = handle && (handle == Py_None || *chosen) ? 0 : -1;
     Py_XDECREF(handle);
     return result;

@@ -1,6 +1,7 @@
 /* Optional units: see [Note: optional units] in optional.h. */
 #include "runtime/optional.h"
 
+#include "handle/unit_error.h"
 #include "runtime/runtime.h"
 
 /* ---- life ---- */
@@ -20,13 +21,12 @@ void optional_unbind(struct optional *optional) {
 /* ---- what an optional unit may do ---- */
 
 static int refuse(const struct unit *unit, const char *what) {
-    PyErr_Format(
-        PyExc_RuntimeError,
-        "rank %lld, unit %S: %s. An optional unit is gathered and reduced with %S, the unit around it, on every "
+    return unit_error(
+        PyExc_RuntimeError, unit_rank(unit), unit->name,
+        "%s. An optional unit is gathered and reduced with %S, the unit around it, on every "
         "rank: call it inside of that unit's forward, without changing between train() and eval() there, and "
         "have what it returns reach the loss through that unit's outputs.",
-        unit_rank(unit), unit->name, what, unit->optional.around->name);
-    return -1;
+        what, unit->optional.around->name);
 }
 
 /* A change of precision gives back what was gathered in another. */

@@ -50,7 +50,7 @@ struct schedule {
     int64_t num_begins;             /* of steps, from 1 on */
     bool has_ended;                 /* a backward has ended since the last of them began */
     bool uploading;                 /* the host has not waited for what reads its memory */
-    enum reduction_state reduction; /* written by schedule_state.c */
+    enum reduction_state reduction; /* written by states.c */
     bool packs_beside;              /* the last unit's gradients were packed on the stream that reduces them */
     enum stream_role input_owner;   /* whose memory is what they were packed into */
     PyObject *packed_gradients; /* owned; what is packed there up to `packed`, memory of the compute stream; or NULL */
@@ -73,7 +73,7 @@ struct gather_mark {
 int schedule_init(struct schedule *schedule, PyObject *device); /* 0 or -1 */
 void schedule_fini(struct schedule *schedule);
 
-/* schedule_state.c: the only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s, and both states. */
+/* states.c: the only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s, and both states. */
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state, const struct flat_param *param);
 void schedule_check(const struct schedule *schedule);      /* the invariant, where FSDP_C_CHECK is defined */
 bool schedule_is_settled(const struct schedule *schedule); /* nothing is on its way, and nothing is held back */

@@ -3,6 +3,7 @@
  * A state dict, or a look at whole parameters, in one thread while another steps the same model would take what that one is amid for
  * what a failed backward has left, and drop it. It is refused, and so is a step that begins while another thread is amid a state dict:
  * each before it changes anything. Both are asked once per step, so that a forward of an inner unit alone is not. */
+#include "handle/unit_error.h"
 #include "runtime/runtime.h"
 
 static bool is_in_backward(void) {
@@ -12,10 +13,8 @@ static bool is_in_backward(void) {
 static int refuse(const struct runtime *runtime, const char *what, const char *remedy) {
     if (!runtime->num_units)
         return 0;
-    PyErr_Format(PyExc_RuntimeError,
-                 "rank %lld, unit %S: another thread is amid %s of this model, and %s. The other thread goes on.",
-                 unit_rank(runtime->units[0]), runtime->units[0]->name, what, remedy);
-    return -1;
+    return unit_error(PyExc_RuntimeError, unit_rank(runtime->units[0]), runtime->units[0]->name,
+                      "another thread is amid %s of this model, and %s. The other thread goes on.", what, remedy);
 }
 
 /* On a GPU autograd's own thread runs the backward of the thread of the forward. */

@@ -57,7 +57,7 @@ struct unit {
 
     bool is_root;
     bool sync_gradients;
-    enum unit_phase phase; /* written by unit_state.c */
+    enum unit_phase phase; /* written by states.c */
 
     /* [Note: one node per unit] Each forward applies one autograd function to `anchor`, an empty leaf; its outputs are the
      * unit's cached views and its backward receives all their gradients at once. It returns no gradient for the anchor, yet
@@ -125,7 +125,7 @@ int unit_unwatch_inputs(struct unit *unit); /* undoes unit_watch_inputs. 0 or -1
 void unit_set_sync_gradients(struct unit *unit, bool sync);
 void unit_set_recorder_index(struct unit *unit, int32_t index);
 
-/* unit_state.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
+/* states.c: the only writer of the phase. 0, or -1 with RuntimeError naming both phases. */
 int unit_set_phase(struct unit *unit, enum unit_phase phase);
 const struct handle *
 unit_handle_or_first(const struct unit *unit); /* its own, else the first of its runtime, or NULL */

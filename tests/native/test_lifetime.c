@@ -1,9 +1,10 @@
-/* links: runtime/lifetime.c runtime/stale.c runtime/optional.c runtime/ahead.c runtime/order.c handle/handle_state.c handle/transition.c */
+/* links: runtime/lifetime.c runtime/stale.c runtime/optional.c runtime/ahead.c runtime/order.c handle/states.c */
 #include <string.h>
 
 #include "harness.h"
 #include "python_memory.h"
 
+#include "handle/unit_error.h"
 #include "runtime/operations.h"
 #include "runtime/runtime.h"
 
@@ -92,8 +93,10 @@ const struct operations operations_own = {.prefetch = unit_prefetch_in_order,
 PyObject *PyExc_RuntimeError;
 struct recorder_page *flight_recorder;
 
-PyObject *PyErr_Format(PyObject *type, const char *format, ...) {
+int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format, ...) {
     (void)type;
+    (void)rank;
+    (void)unit;
     fprintf(stderr, "raised: %s\n", format);
     exit(1);
 }

@@ -63,13 +63,15 @@ def linked_sources(source: Path) -> list[str]:
 @pytest.mark.parametrize("source", PROGRAMS, ids=lambda source: source.stem)
 def test_native_program_passes(source: Path, compiler: str, sanitizers: list[str], tmp_path: Path) -> None:
     program = tmp_path / source.stem
-    flags = [*STRICT, *sanitizers, "-g1", "-O1", *DEFINES, *INCLUDES]
+    flags = [*STRICT, *sanitizers, "-g1", "-O1", "-ffunction-sections", *DEFINES, *INCLUDES]
     sources = [str(source), *linked_sources(source)]
     objects = [str(tmp_path / f"{index}.o") for index in range(len(sources))]
     commands = [[compiler, *flags, "-c", one, "-o", target] for one, target in zip(sources, objects, strict=True)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         built = list(pool.map(compile_with, commands))
-    linked = compile_with([compiler, *flags, *objects, "-lm", "-lpthread", "-o", str(program)])
-    assert not any(command.returncode for command in (*built, linked)), [command.stderr for command in (*built, linked)]
+    linked = compile_with([compiler, *flags, *objects, "-Wl,--gc-sections", "-lm", "-lpthread", "-o", str(program)])
+    assert not any(command.returncode for command in (*built, linked)), "\n".join(
+        command.stderr for command in (*built, linked)
+    )
     result = run(program)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -1,0 +1,219 @@
+/* The states of a handle and its components: for each the table of legal transitions and its only writer. What holds of them
+ * meanwhile, for those without states as well. */
+#include "handle/gradients.h"
+#include "handle/handle.h"
+#include "handle/slots.h"
+#include "handle/storage.h"
+#include "handle/unit_error.h"
+#include "torch/names.h"
+
+#include "base/check.h"
+
+static int refuse(const struct flat_param *param, const char *from, const char *to, const char *remedy) {
+    return unit_error(PyExc_RuntimeError, param->layout.rank, param->name, "illegal transition from %s to %s%s", from,
+                      to, remedy);
+}
+
+/* ---- what the storage of the unsharded parameters holds ---- */
+
+static const bool param_allowed[PARAM_STATES][PARAM_STATES] = {
+    [PARAM_SHARDED] = {[PARAM_UNSHARDING] = true},  /* all-gather enqueued */
+    [PARAM_UNSHARDING] = {[PARAM_UNSHARDED] = true, /* compute waits for it */
+                          [PARAM_SHARDED] = true},  /* prefetched, then not needed */
+    [PARAM_UNSHARDED] = {[PARAM_SHARDED] = true},   /* full storage freed */
+};
+
+static const char *const param_names[PARAM_STATES] = {"SHARDED", "UNSHARDING", "UNSHARDED"};
+
+int storage_set_state(struct storage *storage, enum param_state state) {
+    if (!param_allowed[storage->param_state][state])
+        return refuse(storage->param, param_names[storage->param_state], param_names[state], "");
+    storage->param_state = state;
+    CHECKED(storage_check(storage));
+    return 0;
+}
+
+#ifdef FSDP_C_CHECK
+static bool holds_nothing(const struct precision_copy *copy) {
+    return !copy->full.allocated;
+}
+#endif
+
+void storage_check(const struct storage *storage) {
+    (void)storage;
+#ifdef FSDP_C_CHECK
+    const struct precision_copy *copy = storage->copy;
+    bool gathered = storage->param_state != PARAM_SHARDED;
+    INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
+    INVARIANT(!gathered || copy->is_local || copy->full.allocated);
+    INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
+    INVARIANT(!storage_gathers_in_node(storage) || storage_keeps_node_parts(storage));
+    for (int i = 0; i < PRECISIONS; i++)
+        INVARIANT(&storage->copies[i] == copy || holds_nothing(&storage->copies[i]) ||
+                  deferred_free_holds(storage->full_free, &storage->copies[i].full));
+#endif
+}
+
+/* ---- what the slots show ---- */
+
+static const bool shown_allowed[SHOWN_KINDS][SHOWN_KINDS] = {
+    [SHOWN_NOTHING] = {[SHOWN_NOTHING] = true, /* failed half-way, and tried again */
+                       [SHOWN_SHARDED] = true,
+                       [SHOWN_VIEWS] = true,
+                       [SHOWN_FULL_PARAMS] = true},
+    [SHOWN_SHARDED] = {[SHOWN_NOTHING] = true}, /* a change begins */
+    [SHOWN_VIEWS] = {[SHOWN_NOTHING] = true},
+    [SHOWN_FULL_PARAMS] = {[SHOWN_NOTHING] = true},
+};
+
+static const char *const shown_names[SHOWN_KINDS] = {"NOTHING", "SHARDED", "VIEWS", "FULL_PARAMS"};
+
+int slots_set_shown(struct slots *slots, enum shown shown) {
+    if (!shown_allowed[slots->shown][shown])
+        return refuse(slots->param, shown_names[slots->shown], shown_names[shown], "");
+    slots->shown = shown;
+    CHECKED(slots_check(slots));
+    return 0;
+}
+
+void slots_check(const struct slots *slots) {
+    (void)slots; /* without FSDP_C_CHECK */
+    INVARIANT(slots->count >= slots->param->num_params);
+    INVARIANT(slots->shown != SHOWN_SHARDED || slots->param->use_orig_params);
+    INVARIANT(!slots->wrapped_views || slots->wrap_views);
+}
+
+/* ---- what `.grad` holds between backwards ---- */
+
+static const bool grad_allowed[GRAD_KINDS][GRAD_KINDS] = {
+    [GRAD_NONE] = {[GRAD_NONE] = true,        /* the user has set none */
+                   [GRAD_SHARDED] = true,     /* a reduced one is handed over */
+                   [GRAD_UNSHARDED] = true},  /* after no_sync */
+    [GRAD_SHARDED] = {[GRAD_NONE] = true,     /* set aside in a backward, or cleared by the user */
+                      [GRAD_SHARDED] = true}, /* the user has set others */
+    [GRAD_UNSHARDED] = {[GRAD_NONE] = true,   /* packed, cleared by the user, or by the user's hooks */
+                        [GRAD_SHARDED] = true /* the user has set others */},
+};
+
+static const char *const grad_names[GRAD_KINDS] = {"GRAD_NONE", "GRAD_SHARDED", "GRAD_UNSHARDED"};
+
+int gradients_set_kind(struct gradients *gradients, enum grad_kind kind) {
+    if (!grad_allowed[gradients->kind][kind])
+        return refuse(gradients->param, grad_names[gradients->kind], grad_names[kind], "");
+    gradients->kind = kind;
+    CHECKED(gradients_check(gradients));
+    return 0;
+}
+
+void gradients_check(const struct gradients *gradients) {
+    (void)gradients; /* without FSDP_C_CHECK */
+    INVARIANT(gradients->kind != GRAD_SHARDED || !gradients->in_backward);
+    INVARIANT(gradients->kind != GRAD_UNSHARDED || gradients->param->sharded);
+    INVARIANT(!gradients->work || gradients->reduce_output);
+    INVARIANT(!gradients->offloaded || gradients->storage->offload);
+    INVARIANT(!gradients->shown || gradients->kind == GRAD_SHARDED);
+}
+
+/* ---- who is using a unit's parameters ---- */
+
+static const bool training_allowed[USE_STATES][USE_STATES] = {
+    [USE_IDLE] = {[USE_IDLE] = true,
+                  [USE_FORWARD] = true,       /* pre-forward */
+                  [USE_BACKWARD_PRE] = true,  /* pre-backward hook */
+                  [USE_BACKWARD_POST] = true, /* gradients without a pre-backward: no output carried a hook */
+                  [USE_SUMMON_FULL_PARAMS] = true},
+    [USE_FORWARD] = {[USE_IDLE] = true},               /* post-forward */
+    [USE_BACKWARD_PRE] = {[USE_BACKWARD_POST] = true,  /* all gradients have come */
+                          [USE_IDLE] = true},          /* final callback, no gradient came */
+    [USE_BACKWARD_POST] = {[USE_BACKWARD_POST] = true, /* a second graph over the unit in the same backward */
+                           [USE_BACKWARD_PRE] = true,
+                           [USE_FORWARD] = true, /* recomputed by a reentrant checkpoint after its gradients came */
+                           [USE_IDLE] = true},   /* final callback */
+    [USE_SUMMON_FULL_PARAMS] = {[USE_IDLE] = true},
+};
+
+static const char *const training_names[USE_STATES] = {"IDLE", "FORWARD", "BACKWARD_PRE", "BACKWARD_POST",
+                                                       "SUMMON_FULL_PARAMS"};
+
+const char *training_state_name(enum training_state state) {
+    return training_names[state];
+}
+
+/* What to do instead of a backward that comes too early. */
+static const char *remedy_for(enum training_state from, enum training_state to) {
+    bool in_own_forward = from == USE_FORWARD && (to == USE_BACKWARD_PRE || to == USE_BACKWARD_POST);
+    return in_own_forward ? ": a backward inside its own forward has come to its parameters, which the rest of the "
+                            "forward needs. Call backward() on what the forward returns, after it, or wrap the modules "
+                            "that the backward inside passes through as units of their own"
+                          : "";
+}
+
+int handle_set_training_state(struct handle *handle, enum training_state state) {
+    if (!training_allowed[handle->training_state][state])
+        return refuse(&handle->param, training_names[handle->training_state], training_names[state],
+                      remedy_for(handle->training_state, state));
+    handle->training_state = state;
+    return 0;
+}
+
+/* ---- what holds of a handle, and of those of its components that have no states ---- */
+
+#ifdef FSDP_C_CHECK
+static bool may_have_replicas(enum sharding_strategy strategy) {
+    return strategy != FULL_SHARD && strategy != SHARD_GRAD_OP;
+}
+
+/* The entry is `value`, or is not there where that is NULL. */
+static bool is_published(const struct published *published, const char *name, PyObject *value) {
+    return PyDict_GetItemString(published->dict, name) == value;
+}
+#endif
+
+void flat_param_check(const struct flat_param *param) {
+    (void)param; /* without FSDP_C_CHECK, here and below */
+    INVARIANT(param->sharded == (param->strategy != NO_SHARD) && param->sharded == param->layout.sharded);
+    INVARIANT(may_have_replicas(param->strategy) || !param->replicate_group.group);
+    INVARIANT(!param->node_group.group || param->layout.padded_numel % param->node_group.world_size == 0);
+    INVARIANT(param->layout.rank == param->shard_group.rank);
+    INVARIANT(param->layout.num_params == param->num_params);
+    INVARIANT(PyTuple_Size(param->shapes) == param->num_params && PyTuple_Size(param->strides) == param->num_params);
+    INVARIANT(PyList_Size(param->slots) >= param->num_params);
+    INVARIANT(param->use_orig_params == (param->params != NULL));
+    INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
+}
+
+void published_check(const struct published *published, const struct storage *storage) {
+    (void)published;
+    (void)storage;
+    INVARIANT(!published->dict || is_published(published, "_local_shard", storage->local_shard));
+    INVARIANT(!published->dict || is_published(published, "_full_param_padded", published_full(storage)));
+    INVARIANT(!published->dict || is_published(published, "_mp_shard", published_low_precision_shard(storage)));
+}
+
+void edits_check(const struct edits *edits) {
+    (void)edits;
+    INVARIANT(!edits->taken || edits->storage->param_state == PARAM_SHARDED);
+    INVARIANT(edits->unheld_turn == 0 || (edits->unheld_turn > 0 && edits->unheld_turn < edits->param->num_params));
+}
+
+void layer_calls_check(const struct layer_calls *layers) {
+    (void)layers;
+    for (int64_t i = 0; layers->placed && i < layers->count; i++)
+        INVARIANT(layers->all[i].compiled ||
+                  PyDict_GetItemWithError(layers->all[i].attributes, torch_names._compiled_call_impl));
+}
+
+void handle_check(const struct handle *handle) {
+    (void)handle;
+    INVARIANT(handle->storage.param == &handle->param && handle->slots.param == &handle->param);
+    INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
+    INVARIANT(handle->edits.storage == &handle->storage && handle->edits.slots == &handle->slots);
+    INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
+    flat_param_check(&handle->param);
+    storage_check(&handle->storage);
+    slots_check(&handle->slots);
+    published_check(&handle->published, &handle->storage);
+    gradients_check(&handle->gradients);
+    edits_check(&handle->edits);
+    layer_calls_check(&handle->layer_calls);
+}
