@@ -56,7 +56,6 @@ int edits_check_views(struct edits *edits); /* AssertionError for a view replace
 /* Where messages are wanted, a UserWarning that the user's value of a parameter, or of its gradient, is taken over (C-136). */
 int edits_warn_writeback(struct edits *edits, int64_t param, const char *what, PyObject *value);
 
-int edits_collect_grads(
-    struct edits *edits); /* edits_grad.c: what the user zeroed or replaced; a no-op amid a backward */
+int edits_collect_grads(struct edits *edits); /* what the user zeroed or replaced; a no-op amid a backward */
 
 #endif

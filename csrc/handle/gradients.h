@@ -16,7 +16,7 @@
 /* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
 enum grad_kind { GRAD_NONE, GRAD_SHARDED, GRAD_UNSHARDED, GRAD_KINDS };
 
-/* The user's own way to reduce gradients; comm_hook.c. */
+/* The user's own way to reduce gradients; reduction.c. */
 struct comm_hook {
     PyObject *function;            /* owned; NULL when there is none */
     PyObject *state;               /* owned */
@@ -115,7 +115,7 @@ void gradients_reduce_release(struct gradients *gradients);
 
 /* ---- the user's hooks ---- */
 
-/* comm_hook.c. The hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
+/* reduction.c. The hook reduces from now on; `native`: it is one of torch's low-precision hooks. */
 int gradients_check_hookless(
     const struct gradients *gradients); /* 0, or -1 with RuntimeError: there is one, or it is too late */
 void gradients_set_comm_hook(struct gradients *gradients, PyObject *function, PyObject *state, bool native);
@@ -173,7 +173,7 @@ int gradients_add_received(struct gradients *gradients, PyObject *target); /* +=
 PyObject *
 gradients_take_received(struct gradients *gradients); /* the sum of what was received, padded; new reference or NULL */
 
-/* comm_hook.c */
+/* reduction.c */
 int gradients_read_comm_hook(
     struct gradients *gradients); /* before gradients are packed: a native hook's state as it is now */
 PyObject *

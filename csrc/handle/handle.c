@@ -1,9 +1,90 @@
-/* Building and dropping a handle. */
+/* Building and dropping a handle, and lazy init: after the flat parameter as it is now. */
 #include "handle/handle.h"
 
+#include <pthread.h>
+#include <stdbool.h>
 #include <string.h>
 
-#include "handle/handle_table.h"
+#include "handle/unit_error.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+#include "base/check.h"
+
+/* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with ---- */
+
+struct entry {
+    int64_t id;
+    struct handle *handle; /* borrowed; removes itself */
+};
+
+/* Handles that are alive, by rising id: the table is as large as they ever were at once. The lock is there because ops run
+ * without Python's. */
+static struct {
+    pthread_mutex_t lock;
+    struct entry *entries; /* owned */
+    int64_t count, capacity, last_id;
+} table = {.lock = PTHREAD_MUTEX_INITIALIZER};
+
+static bool grow_table(void) {
+    int64_t capacity = table.capacity ? table.capacity * 2 : 64;
+    struct entry *entries = PyMem_Realloc(table.entries, (size_t)capacity * sizeof *entries);
+    if (!entries)
+        return false;
+    table.entries = entries;
+    table.capacity = capacity;
+    return true;
+}
+
+int64_t handle_table_add(struct handle *handle) {
+    int64_t id = -1;
+    pthread_mutex_lock(&table.lock);
+    if (table.count < table.capacity || grow_table()) {
+        id = ++table.last_id;
+        table.entries[table.count++] = (struct entry){id, handle};
+    }
+    pthread_mutex_unlock(&table.lock);
+    if (id < 0)
+        PyErr_NoMemory();
+    return id;
+}
+
+/* The place of `id`, or of the first one above it. */
+static int64_t place_of(int64_t id) {
+    int64_t low = 0, high = table.count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (table.entries[middle].id < id)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static bool is_at(int64_t place, int64_t id) {
+    return place < table.count && table.entries[place].id == id;
+}
+
+void handle_table_remove(int64_t id) {
+    pthread_mutex_lock(&table.lock);
+    int64_t place = place_of(id);
+    if (is_at(place, id)) {
+        struct entry *entry = &table.entries[place];
+        memmove(entry, entry + 1, (size_t)(--table.count - place) * sizeof *entry);
+    }
+    pthread_mutex_unlock(&table.lock);
+}
+
+struct handle *handle_table_find(int64_t id) {
+    pthread_mutex_lock(&table.lock);
+    int64_t place = place_of(id);
+    struct handle *handle = is_at(place, id) ? table.entries[place].handle : NULL;
+    pthread_mutex_unlock(&table.lock);
+    return handle;
+}
+
+/* ---- life ---- */
 
 /* A handle that has ended may yet be asked: its components know each other then, too. */
 static void zero(struct handle *handle) {
@@ -60,4 +141,131 @@ int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     if (!result)
         result = layer_calls_visit(&handle->layer_calls, visit, arg);
     return result ? result : gradients_visit(&handle->gradients, visit, arg);
+}
+
+/* ---- lazy init ---- */
+
+int handle_init_shard(struct handle *handle) {
+    handle->ready = false;
+    if (storage_read_shard(&handle->storage) < 0)
+        return -1;
+    return handle->param.params ? slots_point_params_at(&handle->slots, handle->storage.local_shard) : 0;
+}
+
+int handle_lazy_init(struct handle *handle) {
+    if (handle->storage.local_shard && !handle->ready && edits_take_over_params(&handle->edits) < 0)
+        return -1;
+    if (handle_init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
+        return -1;
+    slots_forget_wrapped(&handle->slots);
+    if (gradients_lazy_init(&handle->gradients) < 0)
+        return -1;
+    handle->ready = true;
+    if (published_storage(&handle->published, &handle->storage) < 0)
+        return -1;
+    CHECKED(handle_check(handle));
+    return 0;
+}
+
+int handle_publish(struct handle *handle) {
+    if (published_begin(&handle->published, handle->param.tensor) < 0)
+        return -1;
+    return published_storage(&handle->published, &handle->storage);
+}
+
+static int follow_other_data(struct handle *handle) {
+    edits_note_copied(&handle->edits);
+    if (!handle->param.use_orig_params && slots_show_nothing(&handle->slots) < 0)
+        return -1;
+    if (handle_lazy_init(handle) < 0)
+        return -1;
+    return handle->param.use_orig_params ? 0 : handle_show_views(handle);
+}
+
+/* `flat_param.data = other` is honoured: the new tensor becomes the shard. */
+int handle_follow_flat_param(struct handle *handle) {
+    struct tensor_view view;
+    PyObject *left;
+    if (!handle->ready)
+        return handle_lazy_init(handle);
+    if (tensor_view_of(handle->param.tensor, &view) < 0)
+        return -1;
+    if (storage_is_current(&handle->storage, &view))
+        return 0;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    int result = follow_other_data(handle);
+    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+}
+
+int handle_writeback(struct handle *handle) {
+    if (handle_follow_flat_param(handle) < 0 || handle_take_over_views(handle) < 0)
+        return -1;
+    return edits_take_over_params(&handle->edits);
+}
+
+/* ---- a flat parameter that moves ---- */
+
+static int refuse_to_move(struct handle *handle) {
+    return unit_error(PyExc_AssertionError, handle->param.layout.rank, handle->param.name,
+                      "its flat parameter cannot be moved in state %s. Move it between steps, outside of "
+                      "summon_full_params.",
+                      training_state_name(handle->training_state));
+}
+
+int handle_leave(struct handle *handle) {
+    if (handle->training_state != USE_IDLE)
+        return 0;
+    if (handle_collect_user_grads(handle) < 0)
+        return -1;
+    if (handle->storage.param_state == PARAM_SHARDED)
+        return 0;
+    if (handle_take_over_views(handle) < 0)
+        return -1;
+    return storage_reshard(&handle->storage, true) < 0 ? -1 : handle_show_sharded(handle);
+}
+
+int handle_follow(struct handle *handle) {
+    if (slots_show_nothing(&handle->slots) < 0)
+        return -1;
+    if ((handle->param.use_orig_params ? handle_init_shard(handle) : handle_lazy_init(handle)) < 0)
+        return -1;
+    return handle_show_sharded(handle) < 0 ? -1 : gradients_follow(&handle->gradients);
+}
+
+static PyObject *moved(PyObject *tensor, PyObject *args, PyObject *kwargs) {
+    PyObject *to = PyObject_GetAttrString(tensor, "to");
+    PyObject *result = to ? PyObject_Call(to, args, kwargs) : NULL;
+    Py_XDECREF(to);
+    return result;
+}
+
+static int follow_to(struct handle *handle, PyObject *data) {
+    if (torch_set_data(handle->param.tensor, data) < 0 || handle_follow_flat_param(handle) < 0)
+        return -1;
+    return storage_leave_device(&handle->storage);
+}
+
+/* What could not be followed is left for what was there before; the exception stays. */
+static void move_back(struct handle *handle, PyObject *data) {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (follow_to(handle, data) < 0)
+        PyErr_WriteUnraisable(handle->param.name);
+    PyErr_Restore(type, value, traceback);
+}
+
+int handle_flat_param_to(struct handle *handle, PyObject *args, PyObject *kwargs) {
+    if (handle->training_state != USE_IDLE)
+        return refuse_to_move(handle);
+    if ((!handle->param.skip_writeback_check && handle_writeback(handle) < 0) ||
+        storage_reshard(&handle->storage, true) < 0)
+        return -1;
+    PyObject *data = torch_data(handle->param.tensor), *to = data ? moved(data, args, kwargs) : NULL;
+    int result = to ? follow_to(handle, to) : -1;
+    if (result < 0 && to)
+        move_back(handle, data);
+    Py_XDECREF(data);
+    Py_XDECREF(to);
+    return result;
 }

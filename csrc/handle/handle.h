@@ -53,7 +53,15 @@ int handle_set_training_state(struct handle *handle, enum training_state state);
 void handle_check(const struct handle
                       *handle); /* the invariants of all components, where FSDP_C_CHECK is defined and `ready` holds */
 
-/* ---- lazy_init.c: after the flat parameter as it is now ---- */
+/* ---- the handles that are alive, by the ids that torch.ops.fsdp_c are called with: an id is found from handle_table_add to
+ * handle_table_remove, and never given twice ---- */
+
+int64_t handle_table_add(struct handle *handle); /* its id, from 1 on, or -1 with MemoryError */
+void handle_table_remove(int64_t id);            /* a no-op where it is not there */
+struct handle *handle_table_find(int64_t id);    /* borrowed, or NULL; without Python's lock as well */
+int handle_ops_init(void); /* handle_ops.c: register the ops, once per process. 0, or -1 with ImportError */
+
+/* ---- lazy init: after the flat parameter as it is now ---- */
 
 int handle_init_shard(struct handle *handle);        /* dtypes and the shard; enough to show sharded parameters */
 int handle_lazy_init(struct handle *handle);         /* storage, views and dtypes */

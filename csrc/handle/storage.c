@@ -1,7 +1,7 @@
-/* The shard as the flat parameter is now, and where its unit computes. */
+/* The shard as the flat parameter is now, where its unit computes, and the unsharded parameters in each precision. */
 #include "handle/storage.h"
-#include "handle/unit_error.h"
 
+#include "handle/unit_error.h"
 #include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/tensor.h"
@@ -158,5 +158,248 @@ int storage_wait_in_stream(const struct storage *storage, PyObject **work) {
     if (collective_wait(waited) < 0)
         return -1;
     *work = Py_NewRef(Py_None);
+    return 0;
+}
+
+/* ---- precision copies: made when first wanted, and which of them is in use ---- */
+
+/* ---- what a copy is made of ---- */
+
+static PyObject *dtype_or(PyObject *chosen, PyObject *fallback) {
+    return Py_NewRef(chosen != Py_None ? chosen : fallback);
+}
+
+/* The user's dtypes win; what was left open follows the flat parameter, which `.to(dtype)` may have changed (C-018). A
+ * low-precision hook reduces in its own dtype whatever it is given. */
+static int init_dtypes(struct storage *storage, struct precision_copy *copy) {
+    PyObject *param = PyTuple_GetItem(storage->fallback_dtypes, 0),
+             *reduce = PyTuple_GetItem(storage->fallback_dtypes, 1);
+    if (!param || !reduce)
+        return -1;
+    if (copy == &storage->copies[PRECISION_FULL]) {
+        param = Py_None;
+        reduce = storage->reduce_dtype_is_fixed ? reduce : Py_None;
+    }
+    ref_set(&copy->dtype, dtype_or(param, storage->orig_dtype));
+    ref_set(&copy->reduce_dtype, dtype_or(reduce, copy->dtype));
+    copy->low_precision = copy->dtype != storage->orig_dtype;
+    copy->is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
+    return 0;
+}
+
+/* A tensor that only says what to allocate later. New reference. */
+PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device) {
+    struct buffer buffer;
+    if (buffer_init(&buffer, numel, dtype, device, false) < 0)
+        return NULL;
+    PyObject *tensor = buffer_free(&buffer) < 0 ? NULL : Py_NewRef(buffer.tensor);
+    buffer_fini(&buffer);
+    return tensor;
+}
+
+/* Tensors at hand say how gradients look where the dtypes agree; only mixed precision needs others. */
+static int init_likes(struct storage *storage, struct precision_copy *copy) {
+    int64_t padded = storage->param->layout.padded_numel, shard = storage->param->layout.shard_numel;
+    PyObject *gradient = copy->is_local ? storage->local_shard : copy->full.tensor;
+    bool same = copy->reduce_dtype == copy->dtype, same_shard = copy->reduce_dtype == storage->orig_dtype;
+    struct tensor_view view;
+    ref_set(&copy->gradient_like.tensor, Py_NewRef(gradient));
+    ref_set(&copy->reduce_input_like.tensor,
+            same ? Py_NewRef(gradient) : storage_freed_tensor(padded, copy->reduce_dtype, storage->param->device));
+    ref_set(&copy->reduce_output_like.tensor,
+            same_shard ? Py_NewRef(storage->shard_like.tensor)
+                       : storage_freed_tensor(shard, copy->reduce_dtype, storage->param->device));
+    if (!copy->reduce_input_like.tensor || !copy->reduce_output_like.tensor)
+        return -1;
+    if (tensor_view_of(copy->reduce_input_like.tensor, &view) < 0)
+        return -1;
+    copy->reduce_kind = view.dtype;
+    copy->kind = copy->is_local ? storage->orig_kind : copy->full.view.dtype;
+    return 0;
+}
+
+static PyObject *own_part(const struct storage *storage, PyObject *full) {
+    const struct flat_layout *layout = &storage->param->layout;
+    return torch_part(full, layout->sharded ? layout->shard_start : 0, layout->shard_numel);
+}
+
+/* The storage is there while views of it are made, and not after. */
+static int init_storage(struct storage *storage, struct precision_copy *copy) {
+    PyObject *full = storage->local_shard;
+    if (!copy->is_local) {
+        if (buffer_init(&copy->full, storage->param->layout.padded_numel, copy->dtype, storage->param->device, true) <
+            0)
+            return -1;
+        full = copy->full.tensor;
+    }
+    copy->full_data = torch_part(full, 0, storage->param->layout.numel);
+    copy->own_part = own_part(storage, full);
+    copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
+    if (copy->views && !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
+        return tensor_check(STATUS_NO_MEMORY, "views of a unit");
+    if (!copy->views || storage_init_node_part(storage, copy) < 0 || (!copy->is_local && buffer_free(&copy->full) < 0))
+        return -1;
+    if (!storage->param->sharded || !copy->low_precision)
+        return 0;
+    PyObject *shard = storage_freed_tensor(storage->param->layout.shard_numel, copy->dtype, storage->param->device);
+    ref_set(&copy->low_precision_shard.tensor, shard);
+    return shard ? 0 : -1;
+}
+
+static void copy_fini(struct precision_copy *copy) {
+    Py_CLEAR(copy->dtype);
+    Py_CLEAR(copy->reduce_dtype);
+    Py_CLEAR(copy->views);
+    PyMem_Free(copy->view_versions);
+    copy->view_versions = NULL;
+    Py_CLEAR(copy->full_data);
+    buffer_fini(&copy->full);
+    Py_CLEAR(copy->own_part);
+    Py_CLEAR(copy->node_source);
+    buffer_fini(&copy->node_part);
+    Py_CLEAR(copy->low_precision_shard.tensor);
+    Py_CLEAR(copy->reduce_input_like.tensor);
+    Py_CLEAR(copy->reduce_output_like.tensor);
+    Py_CLEAR(copy->gradient_like.tensor);
+}
+
+static int copy_init(struct storage *storage, struct precision_copy *copy) {
+    if (init_dtypes(storage, copy) == 0 && init_storage(storage, copy) == 0 && init_likes(storage, copy) == 0)
+        return 0;
+    copy_fini(copy);
+    return -1;
+}
+
+/* Its storage goes with it, but not before its last use. */
+static void drop_copy(struct storage *storage, struct precision_copy *copy) {
+    if (deferred_free_forget(storage->full_free, &copy->full) < 0)
+        PyErr_WriteUnraisable(storage->param->name);
+    copy_fini(copy);
+}
+
+void storage_fini_copies(struct storage *storage) {
+    for (int i = 0; i < PRECISIONS; i++)
+        drop_copy(storage, &storage->copies[i]);
+}
+
+/* A graph may still read the former views: they keep their history, and the node with it. */
+static int detach_copy(struct precision_copy *copy, int64_t num_params) {
+    PyObject *views = copy->views ? PyTuple_New((Py_ssize_t)num_params) : NULL;
+    for (int64_t i = 0; views && i < num_params; i++) {
+        PyObject *view = PyObject_CallMethodObjArgs(PyTuple_GetItem(copy->views, i), torch_names.detach, NULL);
+        if (!view || PyTuple_SetItem(views, i, view) < 0)
+            Py_CLEAR(views);
+    }
+    if (!views)
+        return copy->views ? -1 : 0;
+    ref_set(&copy->views, views);
+    return 0;
+}
+
+int storage_detach_views(struct storage *storage) {
+    for (int i = 0; i < PRECISIONS; i++)
+        if (detach_copy(&storage->copies[i], storage->param->num_params) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- the copy in use ---- */
+
+int storage_make_copy(struct storage *storage, enum precision precision) {
+    struct precision_copy *copy = &storage->copies[precision];
+    PyObject *left;
+    if (copy->views)
+        return 0;
+    if (torch_leave_inference_mode(&left) < 0)
+        return -1;
+    int result = copy_init(storage, copy);
+    return torch_return_to_inference_mode(left) < 0 ? -1 : result;
+}
+
+int storage_use_copy(struct storage *storage, enum precision precision) {
+    if (storage_make_copy(storage, precision) < 0)
+        return -1;
+    storage->copy = &storage->copies[precision];
+    return 0;
+}
+
+/* Is it good for the shard as it is now? Then it stays: a backward may yet gather what its views belong to. */
+static bool still_fits(const struct storage *storage, const struct precision_copy *copy) {
+    bool is_local = !storage->param->sharded && !copy->low_precision && !storage->offload;
+    bool same_dtype = storage->orig_kind == storage->local_view.dtype && dtype_is_known(storage->orig_kind);
+    return copy->views && same_dtype && !is_local && !copy->is_local;
+}
+
+int storage_init_copies(struct storage *storage) {
+    enum precision precision = storage_precision(storage);
+    for (int i = 0; i < PRECISIONS; i++) {
+        if (!still_fits(storage, &storage->copies[i]))
+            drop_copy(storage, &storage->copies[i]);
+        else if (init_likes(storage, &storage->copies[i]) < 0)
+            return -1;
+    }
+    storage->orig_kind = storage->local_view.dtype;
+    return storage_use_copy(storage, PRECISION_COMPUTE) < 0 ? -1 : storage_use_copy(storage, precision);
+}
+
+int storage_take_written(const struct storage *storage, int64_t param) {
+    int64_t *seen = &storage->copy->view_versions[param];
+    int64_t version = torch_version(PyTuple_GetItem(storage->copy->views, param));
+    if (version < 0 || version == *seen)
+        return version < 0 ? -1 : 0;
+    *seen = version;
+    return 1;
+}
+
+bool storage_has_mixed_precision(const struct storage *storage) {
+    const struct precision_copy *copy = &storage->copies[PRECISION_COMPUTE];
+    return copy->low_precision || copy->reduce_dtype != storage->orig_dtype;
+}
+
+int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
+    PyObject *param_dtype = PyTuple_GetItem(storage->fallback_dtypes, 0);
+    PyObject *dtypes = param_dtype ? PyTuple_Pack(2, param_dtype, dtype) : NULL;
+    if (!dtypes)
+        return -1;
+    ref_set(&storage->fallback_dtypes, dtypes);
+    storage->reduce_dtype_is_fixed = true;
+    drop_copy(storage, &storage->copies[PRECISION_FULL]);
+    if (!storage->copy->views)
+        return 0;
+    ref_set(&storage->copy->reduce_dtype, Py_NewRef(dtype));
+    return init_likes(storage, storage->copy);
+}
+
+/* ---- what the ranks of a node keep of a forward's unsharded parameters, for the backward to gather from ---- */
+
+int storage_init_node_part(const struct storage *storage, struct precision_copy *copy) {
+    const struct flat_param *param = storage->param;
+    if (!param->node_group.group || copy->is_local || !flat_param_reshards_after_forward(param))
+        return 0;
+    int64_t numel = param->layout.padded_numel / param->node_group.world_size;
+    copy->node_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
+    if (!copy->node_source || buffer_init(&copy->node_part, numel, copy->dtype, param->device, true) < 0)
+        return -1;
+    return buffer_free(&copy->node_part);
+}
+
+/* On the stream that computes, to which the memory belongs: the backward's gather comes after the last use of what is gathered now,
+ * and is waited for before the part is forgotten. */
+int storage_keep_node_part(struct storage *storage) {
+    struct precision_copy *copy = storage->copy;
+    if (!copy->node_source || storage->param_state == PARAM_SHARDED)
+        return 0;
+    if (buffer_alloc(&copy->node_part) < 0)
+        return -1;
+    PyObject *done = PyObject_CallMethod(copy->node_part.tensor, "copy_", "O", copy->node_source);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* A gather that is in flight may read it: whoever waits for that forgets it. */
+int storage_forget_node_part(struct storage *storage) {
+    for (int i = 0; storage->param_state != PARAM_UNSHARDING && i < PRECISIONS; i++)
+        if (buffer_free(&storage->copies[i].node_part) < 0)
+            return -1;
     return 0;
 }

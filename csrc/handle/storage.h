@@ -77,7 +77,7 @@ struct storage {
     const struct kernel_table *kernels; /* of that device */
     struct buffer device_shard;         /* only with offload; allocated while it is cast from */
     struct precision_copy copies[PRECISIONS];
-    struct precision_copy *copy; /* borrowed; the one in use; written by precision_copy.c */
+    struct precision_copy *copy; /* borrowed; the one in use; written by storage.c */
     bool input_ready;            /* what the next gather reads was made ahead of it */
     PyObject *unshard_work;      /* owned; the all-gather in flight */
 
@@ -119,7 +119,7 @@ const struct kernel_stream *storage_stream(const struct storage *storage); /* wh
  * backend that has a stream of its own. 0, or -1 and *work is NULL. */
 int storage_wait_in_stream(const struct storage *storage, PyObject **work);
 
-/* ---- precision_copy.c: the only writer of `copy` and of what copies are made of ---- */
+/* ---- storage.c, precision copies: the only writer of `copy` and of what copies are made of ---- */
 
 /* New; only says what to allocate later. */
 PyObject *storage_freed_tensor(int64_t numel, PyObject *dtype, PyObject *device);
@@ -142,7 +142,7 @@ static inline enum precision storage_precision(const struct storage *storage) {
     return (enum precision)(storage->copy - storage->copies);
 }
 
-/* ---- node_part.c: see [Note: node parts] ---- */
+/* ---- storage.c: see [Note: node parts] ---- */
 
 int storage_init_node_part(
     const struct storage *storage,

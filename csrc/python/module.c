@@ -1,7 +1,7 @@
 /* The extension module fsdp_c._C. */
 #include "base/memory.h"
 #include "collective/collective.h"
-#include "handle/handle_ops.h"
+#include "handle/handle.h"
 #include "kernels/loops.h"
 #include "python/types.h"
 #include "runtime/callbacks.h"
