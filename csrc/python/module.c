@@ -8,7 +8,6 @@
 #include "runtime/dry_run.h"
 #include "runtime/hook.h"
 #include "runtime/operations.h"
-#include "runtime/watch.h"
 #include "torch/buffer.h"
 #include "torch/kernel_library.h"
 #include "torch/names.h"
@@ -82,7 +81,7 @@ static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
 }
 
 static PyObject *watch_gradients(PyObject *self, PyObject *function) {
-    watch_set(function);
+    callbacks_set_watcher(function);
     Py_RETURN_NONE;
 }
 

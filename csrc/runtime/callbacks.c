@@ -1,5 +1,6 @@
 #include "runtime/callbacks.h"
 
+#include "runtime/runtime.h"
 #include "torch/ref.h"
 
 struct callbacks callbacks;
@@ -30,6 +31,22 @@ int callbacks_bind(PyObject *args, PyObject *kwargs) {
 
 int callbacks_tell(PyObject *function, PyObject *a, PyObject *b) {
     PyObject *done = PyObject_CallFunctionObjArgs(function, a, b, NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
+/* ---- who looks at gradients ---- */
+
+PyObject *callbacks_watcher;
+
+void callbacks_set_watcher(PyObject *function) {
+    ref_set(&callbacks_watcher, function == Py_None ? NULL : Py_NewRef(function));
+}
+
+int callbacks_call_watcher(const struct unit *unit, PyObject *gradients) {
+    PyObject *function = Py_NewRef(callbacks_watcher); /* it may put itself away */
+    PyObject *done = PyObject_CallFunctionObjArgs(function, unit->handle_object, gradients, NULL);
+    Py_DECREF(function);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }

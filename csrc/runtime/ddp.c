@@ -48,7 +48,7 @@ static int check(struct runtime *runtime, PyObject *managed) {
     return 0;
 }
 
-/* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in the graph] in edges.c. */
+/* From the first forward on in which somebody may look for flat parameters: see [Note: flat parameters in the graph] in backward.c. */
 static int note_edges(struct runtime *runtime) {
     if (runtime->has_edges)
         return 0;

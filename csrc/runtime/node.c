@@ -1,8 +1,8 @@
 /* The autograd function of a unit. See [Note: one node per unit] in unit.h. */
 #include "handle/unit_error.h"
+#include "runtime/callbacks.h"
 #include "runtime/hook.h"
 #include "runtime/runtime.h"
-#include "runtime/watch.h"
 #include "torch/names.h"
 
 static PyObject *apply; /* owned for ever; the function class's C apply: torch's Python wrapper around it adds 3 us */
@@ -129,7 +129,7 @@ static int receive(struct unit *part, PyObject *args, bool *again) {
     if (trains <= 0)
         return trains; /* frozen since the forward */
     *again = *again || gradients_have_new(gradients);
-    if (watch_unit(part, args) < 0 || (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0))
+    if (callbacks_watch(part, args) < 0 || (part->runtime->has_edges && gradients_hide_param_hooks(gradients) < 0))
         return -1;
     return gradients_receive(gradients, args);
 }

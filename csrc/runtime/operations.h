@@ -47,7 +47,7 @@ struct operations {
 
 extern struct operations operations;
 
-extern const struct operations operations_own; /* operations_own.c: the runtime's */
+extern const struct operations operations_own; /* operations_calls.c: the runtime's */
 extern const struct operations
     operations_calls; /* operations_calls.c: those that call what is in operations.replaced */
 

@@ -1,6 +1,146 @@
 #include "runtime/order.h"
 
+#include "torch/names.h"
+#include "torch/tensor.h"
+
 #include "base/check.h"
+
+/* ---- validation ---- */
+
+static int init_tensors(struct order_validation *validation, PyObject *device) {
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *dtype = torch ? PyObject_GetAttrString(torch, "int64") : NULL;
+    if (dtype)
+        validation->own = torch_empty(1, dtype, device);
+    if (validation->own)
+        validation->everyone = torch_empty(validation->group.world_size, dtype, device);
+    /* an all-gather that outside code has replaced may fill nothing: then all ranks are alike */
+    PyObject *zeros = validation->everyone ? PyObject_CallMethod(validation->everyone, "zero_", NULL) : NULL;
+    Py_XDECREF(torch);
+    Py_XDECREF(dtype);
+    Py_XDECREF(zeros);
+    return zeros ? 0 : -1;
+}
+
+struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device) {
+    struct order_validation *validation = PyMem_Calloc(1, sizeof *validation);
+    if (!validation)
+        return (struct order_validation *)PyErr_NoMemory();
+    validation->names = Py_NewRef(names);
+    if (collective_group_init(&validation->group, process_group) == 0 && init_tensors(validation, device) == 0)
+        return validation;
+    order_validation_free(validation);
+    return NULL;
+}
+
+void order_validation_free(struct order_validation *validation) {
+    if (!validation)
+        return;
+    collective_group_fini(&validation->group);
+    Py_CLEAR(validation->names);
+    Py_CLEAR(validation->own);
+    Py_CLEAR(validation->everyone);
+    PyMem_Free(validation->first);
+    PyMem_Free(validation);
+}
+
+/* ---- first iteration: across ranks ---- */
+
+/* The names of a unit's parameters, borrowed. */
+static PyObject *names_of(const struct order_validation *validation, int64_t index) {
+    PyObject *names = index < 0 ? NULL : PyList_GetItem(validation->names, index);
+    if (!names)
+        PyErr_Clear();
+    return names ? names : Py_None;
+}
+
+/* list of each rank's value. New reference. */
+static PyObject *gather_values(struct order_validation *validation, int64_t value) {
+    PyObject *filled = PyObject_CallMethod(validation->own, "fill_", "L", (long long)value);
+    PyObject *work = filled ? collective_all_gather(&validation->group, validation->everyone, validation->own) : NULL;
+    Py_XDECREF(filled);
+    if (!work || collective_wait(work) < 0)
+        return NULL;
+    return PyObject_CallMethod(validation->everyone, "tolist", NULL);
+}
+
+/* The index that each rank is about to gather. Before it upstream sends how many there are, which is 1: whoever counts collectives
+ * finds as many. */
+static int compare_ranks(struct order_validation *validation, int64_t index) {
+    PyObject *counts = gather_values(validation, 1), *indices = counts ? gather_values(validation, index) : NULL;
+    Py_XDECREF(counts);
+    if (!indices)
+        return -1;
+    int64_t first = PyLong_AsLongLong(PyList_GetItem(indices, 0));
+    for (int64_t rank = 1; rank < validation->group.world_size && !PyErr_Occurred(); rank++) {
+        int64_t other = PyLong_AsLongLong(PyList_GetItem(indices, rank));
+        if (other != first)
+            PyErr_Format(
+                PyExc_RuntimeError,
+                "Forward order differs across ranks: rank 0 is all-gathering parameters for %R while rank "
+                "%lld is all-gathering parameters for %R. Every rank must run the same units in the same order.",
+                names_of(validation, first), (long long)rank, names_of(validation, other));
+    }
+    Py_DECREF(indices);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int append(struct order_validation *validation, int64_t index) {
+    if (validation->count == validation->capacity) {
+        int64_t capacity = validation->capacity ? validation->capacity * 2 : 16;
+        int64_t *first = PyMem_Realloc(validation->first, (size_t)capacity * sizeof *first);
+        if (!first) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        validation->first = first;
+        validation->capacity = capacity;
+    }
+    validation->first[validation->count++] = index;
+    return 0;
+}
+
+/* ---- later iterations: against the first ---- */
+
+static int warn(struct order_validation *validation, int64_t index, int64_t expected) {
+    static const char *const beginning =
+        "Forward order differs from that of the first iteration on rank %lld. Collectives are unchecked and may give "
+        "incorrect results or hang.\nIn the first iteration came ";
+    PyObject *text = PyUnicode_FromFormat(beginning, (long long)validation->group.rank), *rest = NULL;
+    if (text)
+        rest = expected < 0 ? PyUnicode_FromFormat("%Uno more", text)
+                            : PyUnicode_FromFormat("%U%R next", text, names_of(validation, expected));
+    int result =
+        rest ? PyErr_WarnFormat(PyExc_UserWarning, 1, "%U, but %R was run", rest, names_of(validation, index)) : -1;
+    Py_XDECREF(text);
+    Py_XDECREF(rest);
+    return result;
+}
+
+static int compare_iterations(struct order_validation *validation, int64_t index) {
+    int64_t expected = validation->position < validation->count ? validation->first[validation->position] : -1;
+    validation->position++;
+    if (validation->warned || validation->deviates || index == expected)
+        return 0;
+    validation->deviates = true;
+    return warn(validation, index, expected);
+}
+
+/* ---- entry points ---- */
+
+int order_validation_pre_forward(struct order_validation *validation, int64_t unit, bool first_iteration) {
+    if (!first_iteration)
+        return compare_iterations(validation, unit);
+    return compare_ranks(validation, unit) < 0 ? -1 : append(validation, unit);
+}
+
+void order_validation_next_iteration(struct order_validation *validation) {
+    validation->position = 0;
+    validation->warned = validation->warned || validation->deviates;
+    validation->deviates = false;
+}
+
+/* ---- the order ---- */
 
 /* ---- life ---- */
 

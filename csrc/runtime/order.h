@@ -10,7 +10,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "runtime/order_validation.h"
+#include "collective/collective.h"
 
 /* One root's. */
 struct order {
@@ -61,5 +61,28 @@ int order_record_post_forward(struct order *order, struct order_place *place); /
  * there is none. */
 int64_t order_after(const struct order *order, const struct order_place *place, int64_t distance);
 int64_t order_before(const struct order *order, const struct order_place *place, int64_t distance);
+
+/* ---- Validation of the execution order, under TORCH_DISTRIBUTED_DEBUG=DETAIL only (D-115) ----
+ *
+ * In the first iteration every unit that is about to be gathered is compared across ranks before its all-gather, which would
+ * hang or mix up parameters. The order of that iteration is kept, and a later one that deviates from it is warned of once. */
+
+struct order_validation {
+    struct collective_group group;
+    PyObject *names;          /* owned; list, per unit of the runtime the names of its parameters */
+    PyObject *own, *everyone; /* owned; integer tensors of one element and of one per rank */
+    int64_t *first;           /* owned; indices of units in the order of the first iteration, repeated uses included */
+    int64_t count, capacity;  /* of `first` */
+    int64_t position;         /* in this iteration */
+    bool deviates, warned;    /* in this iteration; ever */
+};
+
+/* New, or NULL with an exception. `device` holds the tensors that are compared. */
+struct order_validation *order_validation_new(PyObject *names, PyObject *process_group, PyObject *device);
+void order_validation_free(struct order_validation *validation); /* NULL is fine */
+
+/* `unit`, an index, is about to be gathered. RuntimeError where other ranks gather another one: collective in the first iteration. */
+int order_validation_pre_forward(struct order_validation *validation, int64_t unit, bool first_iteration);
+void order_validation_next_iteration(struct order_validation *validation);
 
 #endif

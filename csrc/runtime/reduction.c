@@ -1,7 +1,6 @@
 /* The gradients of one unit are packed and reduced: at most one reduction is on its way. */
 #include "runtime/callbacks.h"
 #include "runtime/runtime.h"
-#include "runtime/watch.h"
 
 /* Its gradients are still to come in this backward. */
 static bool awaits_gradients(const struct unit *unit) {
@@ -33,7 +32,7 @@ static enum stream_role owner_of_input(const struct runtime *runtime, const stru
 
 int runtime_pack(struct runtime *runtime, struct unit *unit) {
     struct gradients *gradients = &unit->handle->gradients;
-    if (watch_unit(unit, Py_None) < 0)
+    if (callbacks_watch(unit, Py_None) < 0)
         return -1;
     return schedule_pack(&runtime->schedule, gradients, owner_of_input(runtime, gradients));
 }

@@ -42,7 +42,7 @@ struct runtime {
     int64_t graph_task;     /* autograd's number of the backward that the callback was queued in */
     bool has_edges;         /* its units' nodes have edges to flat parameters, */
     const void *ddp; /* the DistributedDataParallel around the root's last forward, or NULL: compared, never followed */
-    enum backward_reach reach; /* see [Note: flat parameters in the graph] in edges.c */
+    enum backward_reach reach; /* see [Note: flat parameters in the graph] in backward.c */
     bool any_cut_off, any_left_out, told_of_no_gradient;
     bool trains;                  /* the root's last forward began with gradients enabled */
     const void *final_hook;       /* what was queued last: compared, never followed */
@@ -103,14 +103,14 @@ int runtime_await_failed_backward(const struct runtime *runtime); /* before some
 void runtime_have_script_wait(
     struct runtime *runtime); /* amid a backward that hides gradients: before the script goes on */
 
-/* threads.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
+/* runtime.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
 int runtime_check_thread(const struct runtime *runtime);
 int runtime_check_holder(const struct runtime *runtime);
 int runtime_hold(struct runtime *runtime);    /* a state dict begins: 1, or 0 within another one of this thread */
 void runtime_let_go(struct runtime *runtime); /* it ends */
 
 int runtime_note_ddp(struct runtime *runtime);      /* ddp.c: the root's forward begins. 0 or -1 */
-void runtime_detach_views(struct runtime *runtime); /* views.c: the root has gone */
+void runtime_detach_views(struct runtime *runtime); /* unit.c: the root has gone */
 void runtime_check(const struct runtime *runtime);  /* runtime_check.c: the invariant, where FSDP_C_CHECK is defined */
 
 /* cut_off.c. At the end of a backward: new list of the names of the units that it could not reach, None where there is none, or NULL.

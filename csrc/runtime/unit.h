@@ -71,7 +71,7 @@ struct unit {
 
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
     bool ran_pre_backward, needs_pre_backward_unshard;
-    /* [Note: checkpoints inside a unit], in nested.c */
+    /* [Note: checkpoints inside a unit], in backward.c */
     int64_t graph_task; /* autograd's number of the backward that it is in */
     bool recomputed;    /* its last forward ran within that */
     bool may_nest, nested, anchor_comes;
@@ -138,13 +138,13 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
 /* The gathered views belong to a new node, if gradients come. 0 or -1. */
 int unit_register_post_backward_hook(struct unit *unit);
 
-/* inputs.c. 0 or -1 */
+/* inputs_outputs.c. 0 or -1 */
 /* Move and cast the inputs; *args and *kwargs are replaced by new references where anything changed. */
 int unit_convert_inputs(struct unit *unit, PyObject **args, PyObject **kwargs);
 /* A frozen unit has no post-backward: it is resharded once its inputs have their gradients (D-037). */
 int unit_watch_inputs(struct unit *unit, PyObject *args, PyObject *kwargs);
 
-/* outputs.c: where a tensor of the output is hooked, a backward can follow. 0 or -1. */
+/* inputs_outputs.c: where a tensor of the output is hooked, a backward can follow. 0 or -1. */
 int unit_register_pre_backward_hooks(struct unit *unit, PyObject *output);
 
 /* gather.c. 0 or -1, where nothing else is said */
@@ -166,7 +166,7 @@ int unit_give_back_stale(struct unit *unit); /* but not amid a backward. 0 or -1
 void unit_note_used(struct unit *unit);      /* what is gathered is for the forward that is on its way */
 void unit_keep_for_next(struct unit *part);  /* it is as good for the next forward as it was for the last one */
 
-/* outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
+/* inputs_outputs.c: does its last forward leave the views for its backward (C-091)? Of a part. */
 bool unit_shows_views(struct unit *part);
 
 /* lifetime.c: what is gathered and given back at the moments of a step, and which state that leaves. 0 or -1, where nothing else is
@@ -186,7 +186,7 @@ int unit_reshard_only(struct unit *unit);          /* a frozen unit whose inputs
  * their forward, or wait for the backward of the whole. */
 bool unit_ends_with_backward(const struct unit *unit);
 
-/* ahead.c. 0 or -1, where nothing else is said */
+/* lifetime.c, ahead of its turn. 0 or -1, where nothing else is said */
 /* The unit to gather ahead while `unit` is in `state`, or NULL. */
 struct unit *unit_next(const struct unit *unit, enum training_state state);
 void unit_set_prefetched(struct unit *unit, bool prefetched);             /* it was gathered ahead of its turn */
@@ -210,7 +210,7 @@ int unit_is_training(const struct unit *unit);      /* is the wrapped module in 
 int unit_note_cut_off(struct unit *unit);      /* no output of this forward requires a gradient */
 int unit_note_checkpointed(struct unit *unit); /* a forward without gradients has ended; perhaps a checkpoint's */
 
-/* nested.c: reentrant checkpoints around parts of the module. 0 or -1, where nothing else is said. */
+/* backward.c: reentrant checkpoints around parts of the module. 0 or -1, where nothing else is said. */
 int unit_begin_backward(struct unit *unit);
 int unit_awaits_gradients(
     struct unit *unit); /* at the anchor's hook: does it come again in this backward? 1, 0 or -1 */
@@ -221,7 +221,7 @@ int unit_pre_backward(struct unit *unit);
 int unit_refuse_backward(const struct unit *unit); /* it has no runtime any more: -1 with an exception */
 int unit_post_backward(struct unit *unit);
 
-/* edges.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
+/* backward.c: see [Note: flat parameters in the graph] there. Within the unit's node, in a backward. */
 enum edge_use { EDGE_UNUSED, EDGE_ACCUMULATES, EDGE_CAPTURED };
 int unit_reaches_anchor(struct unit *unit); /* 1, 0 or -1 */
 int unit_check_named(
@@ -232,7 +232,7 @@ int unit_receives_named(struct unit *unit); /* a part does, and the anchor's hoo
 
 /* node.c: the autograd function of [Note: one node per unit]. The views belong to a new node; its anchor is made on the first call. */
 int unit_attach_views(struct unit *unit);
-int unit_detach_part(struct unit *part);  /* views.c: its views have no history. 0 or -1 */
+int unit_detach_part(struct unit *part);  /* unit.c: its views have no history. 0 or -1 */
 int unit_detach_views(struct unit *unit); /* nor those of any part */
 
 #endif

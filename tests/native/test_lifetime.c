@@ -1,4 +1,4 @@
-/* links: runtime/lifetime.c runtime/stale.c runtime/optional.c runtime/ahead.c runtime/order.c handle/states.c */
+/* links: runtime/lifetime.c runtime/stale.c runtime/optional.c runtime/order.c handle/states.c */
 #include <string.h>
 
 #include "harness.h"
@@ -101,6 +101,15 @@ int unit_error(PyObject *type, int64_t rank, PyObject *unit, const char *format,
     exit(1);
 }
 
+void _Py_Dealloc(PyObject *object) {
+    (void)object;
+    exit(1);
+}
+
+void collective_group_fini(struct collective_group *group) {
+    (void)group;
+}
+
 PyObject *PyErr_NoMemory(void) {
     exit(1);
 }
@@ -191,21 +200,6 @@ int flat_param_is_trainable(const struct flat_param *param) {
 }
 
 void PyErr_Clear(void) {
-}
-
-void order_validation_free(struct order_validation *validation) {
-    CHECK(!validation);
-}
-
-void order_validation_next_iteration(struct order_validation *validation) {
-    CHECK(!validation);
-}
-
-int order_validation_pre_forward(struct order_validation *validation, int64_t index, bool first_iteration) {
-    (void)index;
-    (void)first_iteration;
-    CHECK(!validation);
-    return 0;
 }
 
 /* ---- a root, and three units inside ---- */

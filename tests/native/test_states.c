@@ -79,19 +79,6 @@ PyObject *PyDict_GetItemString(PyObject *dict, const char *name) {
 }
 
 /* No order is validated here. */
-void order_validation_free(struct order_validation *validation) {
-    CHECK(!validation);
-}
-
-void order_validation_next_iteration(struct order_validation *validation) {
-    CHECK(!validation);
-}
-
-int order_validation_pre_forward(struct order_validation *validation, int64_t index, bool first_iteration) {
-    CHECK(!validation && index >= 0 && first_iteration);
-    return 0;
-}
-
 /* Nothing is held back, so that nothing waits. */
 int stream_wait(struct streams *streams, enum stream_role role, stream_event event) {
     (void)streams;
