@@ -49,23 +49,23 @@ def bars(axes: Axes, title: str, groups: list[str], values: dict[str, list[float
     for place, (name, heights) in enumerate(values.items()):
         at = [group + 0.27 * (place - 1) for group in range(len(groups))]
         drawn = axes.bar(at, heights, 0.25, color=COLORS[name], label=name)
-        axes.bar_label(drawn, [format(height, shown) for height in heights], fontsize=8, padding=1)
-    axes.set_title(title, fontsize=10)
-    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+        axes.bar_label(drawn, [format(height, shown) for height in heights], fontsize=9, padding=1)
+    axes.set_title(title, fontsize=11, pad=10)
+    axes.set_xticks(range(len(groups)), [group.replace(" ", "\n", 1) for group in groups], fontsize=10)
     axes.set_yticks([])
     axes.spines[["top", "left", "right"]].set_visible(False)
 
 
 def main() -> None:
-    widths = [1, 2.2, 2.2]
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(11, 3), width_ratios=widths, layout="constrained")
-    bars(left, "Host work per unit and step\n(thousand instructions)", ["12 parameters"], host_work(), ".0f")
+    widths = [1.15, 2.4, 2]
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(9.5, 3.4), width_ratios=widths, layout="constrained")
+    bars(left, "Host work per unit\n(1,000 instructions a step)", ["12 parameters"], host_work(), ".0f")
     forms = ["FULL get", "FULL load", "SHARDED get", "SHARDED load"]
     bars(middle, "State dicts, 200 units\n(CPU milliseconds)", forms, state_dicts(forms), ".0f")
     machines = ["6.7B on nvlink8", "1.3B on ib512", "0.4B on nvlink8"]
-    bars(right, "A step, by a model of time\n(over what wire and computation take)", machines, steps(machines), ".2f")
-    middle.legend(frameon=False, fontsize=8, loc="upper center")
-    figure.savefig(ROOT / "docs" / "headline.png", dpi=110)
+    bars(right, "A step, by a model of time\n(1: wire or computation alone)", machines, steps(machines), ".2f")
+    middle.legend(frameon=False, fontsize=10, loc="upper center")
+    figure.savefig(ROOT / "docs" / "headline.png", dpi=150)
 
 
 if __name__ == "__main__":
