@@ -20,6 +20,9 @@ What is documented as different is left out, or modelled where the comment names
 - after an exception in a backward gradients are zeroed (docs/reliability.md, "An exception in a step");
 - a layer is called through its unit (D-128, parity 17), an inner unit once the root has run (D-002);
 - without use_orig_params a unit is frozen as a whole (C-011);
+- a module within a unit may show views between a forward and its backward (C-091), which `zero_grad()` and
+  `requires_grad_()` of that module do not see past, and a unit's do: what is not a unit is reached by its parameters;
+- such views are written to, or what the optimizer has: of both between two forwards of the root one is lost (C-091);
 - summoned gradients need use_orig_params (X-105);
 - clipping without any gradient returns fp32 (A-115).
 """
@@ -163,6 +166,9 @@ class Side(Run):
     local: bool = False  # there are gradients that no_sync kept local
     kept: bool = False  # the last backward may have left parameters gathered, for the forward after no_sync
     ran: bool = False  # the root has run
+    viewed: bool = False  # modules may show views, for a backward
+    wrote: str | None = None  # since: to these, or to what the optimizer has
+    own: dict[tuple[int, bool], list[nn.Parameter]] = field(default_factory=dict)  # of blocks, and of what is in them
     saved: Any = None
     saved_optimizer: Any = None
     draws: int = 0
@@ -208,6 +214,16 @@ class Side(Run):
         if self.local:
             raise Illegal
 
+    def writes_to(self, place: str) -> None:
+        if self.viewed and self.wrote not in (None, place):
+            raise Illegal  # [Note: What the plain module does otherwise]
+        self.wrote = place if self.viewed else None
+
+    def note_parameters(self) -> None:
+        for index, block in enumerate(self.blocks()):
+            self.own[index, False] = list(self.stack.blocks[index].parameters())
+            self.own[index, True] = list(block.inner.parameters())
+
     # ---------------------------------------------------------------- actions: each returns what is compared
     def do_forward(self, mode: str, skip: int | None, part: int | None, inner: bool, training: bool) -> Any:
         module, shape = self.model, (self.program.width,)
@@ -232,8 +248,10 @@ class Side(Run):
             self.stack.skip = ()
             self.model.train()
         self.ran = self.ran or part is None
+        self.wrote = self.wrote if part is not None else None
         if loss.requires_grad:
             self.graphs.append((loss, part is None))
+            self.viewed = True
         return {"loss": loss.detach().clone() if mode != "inference" else torch.tensor(loss.item()),
                 "requires_grad": loss.requires_grad}  # fmt: skip
 
@@ -254,6 +272,7 @@ class Side(Run):
         whole = sync and any(of_all for _, of_all in chosen)
         self.local = not sync or (self.local and not whole)
         self.kept = not sync or (self.kept and not whole)
+        self.viewed = self.viewed and not whole
 
     def do_train(self, skip: int | None, sync: bool) -> Any:
         with self.sync(sync):
@@ -267,14 +286,21 @@ class Side(Run):
 
     def do_step(self) -> None:
         self.needs_reduced()
+        self.writes_to("held")
         self.optimizer.step()
         self.changed()
 
     def do_zero_grad(self, to_none: bool, by_model: bool, block: int | None) -> None:
-        if block is not None:
-            if not self.point.use_orig_params and self.plan(block).plan not in ("unit", "nested"):
-                raise Illegal
+        if block is not None and self.plan(block).plan in ("unit", "nested"):
             self.stack.blocks[block].zero_grad(set_to_none=to_none)
+        elif block is not None:
+            if not self.point.use_orig_params:
+                raise Illegal
+            for parameter in self.own[block, False]:
+                if to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
         else:
             (self.model if by_model else self.optimizer).zero_grad(set_to_none=to_none)
             self.local = self.local and not to_none
@@ -294,6 +320,7 @@ class Side(Run):
     def do_edit(self, how: str, held: bool) -> None:
         if how == "data.mul_" and (self.kept or ((self.graphs or self.forgotten) and not held)):
             raise Illegal  # [Note: What the plain module does otherwise]
+        self.writes_to("held" if held else "shown")
         for parameter in self.held() if held else list(self.model.parameters()):
             if how == "data.mul_":
                 parameter.data.mul_(0.75)
@@ -311,9 +338,13 @@ class Side(Run):
         plan = self.plan(block).plan
         if self.graphs and (self.point.use_orig_params or self.plan(block).checkpoint is not None):
             raise Illegal  # not mended: a parameter frozen amid a step, in a unit that is trained, gets its gradient
-        if not self.point.use_orig_params and plan not in (("nested", "inner") if inner else ("unit", "nested")):
+        if plan in (("nested", "inner") if inner else ("unit", "nested")):
+            (self.blocks()[block].inner if inner else self.stack.blocks[block]).requires_grad_(not frozen)
+        elif not self.point.use_orig_params:
             raise Illegal
-        (self.blocks()[block].inner if inner else self.stack.blocks[block]).requires_grad_(not frozen)
+        else:
+            for parameter in self.own[block, inner]:
+                parameter.requires_grad_(not frozen)
 
     def do_summon(self, writeback: bool, recurse: bool, with_grads: bool) -> Any:
         with_grads = with_grads and self.point.use_orig_params and recurse and not self.local
@@ -549,6 +580,7 @@ def run_program(rank: int, world_size: int, program: Program, implementation_nam
             side = Side(program.point, fsdp, rank, world_size, program=program)  # type: ignore[arg-type]
             torch.manual_seed(7)
             side.model = build(program, side).to(ranks.device())  # type: ignore[arg-type]
+            side.note_parameters()
             side.optimizer = OPTIMIZERS[program.point.optimizer](side.model.parameters())
             sides.append(side)
         ending = (Operation("train", (("skip", None), ("sync", True))), Operation("step"))

@@ -796,6 +796,25 @@ def test_row_44_a_model_is_frozen_between_forward_and_backward(rank: int, world_
     assert said == {"torch": True, "fsdp_c": False}
 
 
+@pytest.mark.parametrize("which", BOTH)
+@on_ranks(2)
+def test_row_44_a_module_within_a_unit_shows_views_which_its_zero_grad_does_not_see_past(
+    rank: int, world_size: int, which: str
+) -> None:
+    """The remedy: the unit's own, or the optimizer's parameters."""
+    model = per_block(which, strategy="SHARD_GRAD_OP")
+    parameters = list(model.parameters())
+    model(batch(rank)).sum().backward()
+    before = [parameter.grad for parameter in parameters]
+    loss = model(batch(rank)).sum()
+    unit = next(module for module in model.modules() if module is not model and hasattr(module, "_fsdp_wrapped_module"))
+    within = next(module for module in unit.module.modules() if module._parameters)
+    with pytest.warns(UserWarning, match="grad attribute of a Tensor that is not a leaf"):
+        within.zero_grad()
+    assert loss.requires_grad
+    assert all(parameter.grad is grad for parameter, grad in zip(parameters, before, strict=True))
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 @on_ranks(2)
 def test_row_41_a_gradient_zeroed_in_place_after_no_sync_stays_away(
