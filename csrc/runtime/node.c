@@ -285,8 +285,8 @@ int node_init(void) {
 
 /* ---- anchor ---- */
 
-/* Under the stream of the first forward: what packs there comes after what the backward did under another one, to which the memory
- * of the gradients belongs. */
+/* Under the anchor's stream, mostly that of the first forward: what packs there comes after what the backward did under another one, to
+ * which the memory of the gradients belongs. */
 static int on_all_gradients(void *target) {
     struct unit *unit = target;
     if (stream_follow(&unit->runtime->schedule.streams) < 0 || unit_post_backward(unit) < 0)
@@ -308,12 +308,20 @@ static PyObject *accumulation_node(PyObject *leaf) {
     return node;
 }
 
+/* It stays with the unit, and the engine uses its stream in each backward. */
+static PyObject *lasting_node(struct streams *streams, PyObject *leaf) {
+    PyObject *node = stream_enter_lasting(streams) < 0 ? NULL : accumulation_node(leaf);
+    if (stream_leave(streams) < 0)
+        Py_CLEAR(node);
+    return node;
+}
+
 static int make_anchor(struct unit *unit) {
     PyObject *removable = NULL;
     PyObject *anchor = torch_empty(0, unit->handle->storage.copy->dtype, unit->handle->param.device);
     if (!anchor || PyObject_SetAttr(anchor, torch_names.requires_grad, Py_True) < 0)
         goto fail;
-    if (!(unit->anchor_node = accumulation_node(anchor)))
+    if (!(unit->anchor_node = lasting_node(&unit->runtime->schedule.streams, anchor)))
         goto fail;
     if (!(unit->anchor_hook = hook_new(on_all_gradients, unit, NULL)))
         goto fail;

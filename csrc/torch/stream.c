@@ -75,8 +75,8 @@ static void pop_context(bool pushed) {
 
 /* ---- on CUDA ---- */
 
-static int set_current(struct streams *streams, enum stream_role role) {
-    PyObject *done = PyObject_CallFunctionObjArgs(streams->set_stream, streams->objects[role], NULL);
+static int set_current(struct streams *streams, PyObject *stream) {
+    PyObject *done = PyObject_CallFunctionObjArgs(streams->set_stream, stream, NULL);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
@@ -213,10 +213,10 @@ void stream_note_end(struct streams *streams) {
 }
 
 /* To set a stream makes its device the current one. */
-static int enter(struct streams *streams, enum stream_role role) {
+static int enter(struct streams *streams, PyObject *stream) {
     void *context = current_context();
     if (streams->entered)
-        return set_current(streams, role);
+        return set_current(streams, stream);
     Py_CLEAR(streams->left_device);
     if (stream_follow(streams) < 0)
         return -1;
@@ -225,19 +225,31 @@ static int enter(struct streams *streams, enum stream_role role) {
         if (!streams->left_device)
             return -1;
     }
-    streams->entered = set_current(streams, role) == 0;
+    streams->entered = set_current(streams, stream) == 0;
     return streams->entered ? 0 : -1;
 }
 
 int stream_enter(struct streams *streams, enum stream_role role) {
-    return streams_are_real(streams) ? enter(streams, role) : 0;
+    return streams_are_real(streams) ? enter(streams, streams->objects[role]) : 0;
+}
+
+int stream_enter_lasting(struct streams *streams) {
+    if (!streams_are_real(streams))
+        return 0;
+    if (stream_follow(streams) < 0)
+        return -1;
+    PyObject *stream = streams->is_external ? PyObject_CallMethod(streams->cuda, "default_stream", "O", streams->device)
+                                            : Py_NewRef(streams->objects[STREAM_COMPUTE]);
+    int result = stream ? enter(streams, stream) : -1;
+    Py_XDECREF(stream);
+    return result;
 }
 
 static int leave(struct streams *streams) {
     PyObject *left = streams->left_device;
     streams->left_device = NULL;
     streams->entered = false;
-    int result = set_current(streams, STREAM_COMPUTE);
+    int result = set_current(streams, streams->objects[STREAM_COMPUTE]);
     PyObject *done = !result && left ? PyObject_CallMethod(streams->cuda, "set_device", "O", left) : NULL;
     if (left && !done)
         result = -1;

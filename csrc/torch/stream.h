@@ -64,6 +64,9 @@ int stream_end_backward(struct streams *streams);
 void stream_note_end(struct streams *streams);
 /* Work is enqueued there from now on; from there, another role's stream may be entered. */
 int stream_enter(struct streams *streams, enum stream_role role);
+/* The compute stream is current until stream_leave, or torch's default stream where the script may destroy that one: autograd's nodes
+ * remember which it was when they were made. */
+int stream_enter_lasting(struct streams *streams);
 int stream_leave(struct streams *streams); /* back to the compute stream; an exception that is set stays */
 int stream_record(struct streams *streams, enum stream_role role,
                   stream_event *event); /* reuses *event when not NULL */
