@@ -469,7 +469,7 @@ class FullyShardedDataParallel(ShardedModule):
         With ``async_op`` returns what to wait for before they are read. The next optimizer step must come after that
         forward: what is gathered here is not gathered again.
         """
-        root = self._unit_around or self
+        root = self._enclosing_unit or self
         (root if self._unit.runtime is None else self)._lazy_init()
         self._unit.unshard()
         work = UnshardWork(self._unit)

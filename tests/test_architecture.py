@@ -34,7 +34,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/kernels": 3_750,
     "csrc/torch": 3_000,
     "csrc/collective": 350,
-    "csrc/handle": 5_250,
+    "csrc/handle": 5_300,
     "csrc/runtime": 5_850,
     "csrc/python": 1_850,
     "fsdp_c": 19_000,

@@ -5,21 +5,21 @@
 /* ---- before it ---- */
 
 static int take_changes(struct handle *handle) {
-    if (handle->edits.taken || handle->storage.param_state != PARAM_SHARDED)
+    if (handle->writeback.taken || handle->storage.param_state != PARAM_SHARDED)
         return 0;
     if (!handle->param.skip_writeback_check && handle_writeback(handle) < 0)
         return -1;
     if (storage_refuse_elsewhere(&handle->storage) < 0)
         return -1;
-    edits_set_taken(&handle->edits, true);
+    writeback_set_taken(&handle->writeback, true);
     return 0;
 }
 
 int handle_take_changes(struct handle *handle, bool *copied) {
-    edits_set_taken(&handle->edits, false);
+    writeback_set_taken(&handle->writeback, false);
     if (take_changes(handle) < 0)
         return -1;
-    *copied = edits_take_copied(&handle->edits);
+    *copied = writeback_take_copied(&handle->writeback);
     return 0;
 }
 
@@ -30,7 +30,7 @@ int handle_pre_unshard(struct handle *handle) {
         return -1;
     if (storage_make_input(&handle->storage) == 0)
         return 0;
-    edits_set_taken(&handle->edits, false);
+    writeback_set_taken(&handle->writeback, false);
     return -1;
 }
 
@@ -41,19 +41,19 @@ int handle_unshard_enqueue(struct handle *handle) {
         return 0;
     if (handle_pre_unshard(handle) < 0)
         return -1;
-    edits_set_taken(&handle->edits, false);
+    writeback_set_taken(&handle->writeback, false);
     return storage_unshard_enqueue(&handle->storage);
 }
 
 int handle_unshard_add(struct handle *handle, struct gather_batch *batch) {
     if (handle_pre_unshard(handle) < 0)
         return -1;
-    edits_set_taken(&handle->edits, false);
+    writeback_set_taken(&handle->writeback, false);
     return storage_unshard_add(&handle->storage, batch);
 }
 
 void handle_free_unshard(struct handle *handle) {
-    edits_set_taken(&handle->edits, false);
+    writeback_set_taken(&handle->writeback, false);
     storage_free_unshard(&handle->storage);
 }
 

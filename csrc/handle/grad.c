@@ -187,7 +187,7 @@ static PyObject *take_saved_shard(struct gradients *gradients) {
     if (!offloaded)
         offloaded = PyObject_CallMethod(shard, "cpu", NULL);
     Py_DECREF(shard);
-    if (offloaded && published_cpu_grad(gradients->published, offloaded) < 0)
+    if (offloaded && attributes_cpu_grad(gradients->attributes, offloaded) < 0)
         Py_CLEAR(offloaded);
     return offloaded;
 }

@@ -11,10 +11,10 @@
 /* ---- life ---- */
 
 void gradients_bind(struct gradients *gradients, const struct flat_param *param, const struct storage *storage,
-                    struct published *published) {
+                    struct attributes *attributes) {
     gradients->param = param;
     gradients->storage = storage;
-    gradients->published = published;
+    gradients->attributes = attributes;
 }
 
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec) {

@@ -10,7 +10,7 @@
 #ifndef FSDP_HANDLE_GRADIENTS_H
 #define FSDP_HANDLE_GRADIENTS_H
 
-#include "handle/published.h"
+#include "handle/attributes.h"
 #include "handle/storage.h"
 
 /* Which gradients flat_param.grad and the parameters' .grad hold between backwards. */
@@ -27,8 +27,8 @@ struct comm_hook {
 struct gradients {
     const struct flat_param *param; /* borrowed */
     const struct storage
-        *storage;                /* borrowed; how the shard and the parameters look, and where they are computed with */
-    struct published *published; /* borrowed */
+        *storage; /* borrowed; how the shard and the parameters look, and where they are computed with */
+    struct attributes *attributes; /* borrowed */
 
     enum grad_kind kind;   /* written by states.c */
     PyObject *pending;     /* owned; tuple: (context, a gradient or None per parameter), the latest contribution */
@@ -66,7 +66,7 @@ struct gradients {
 /* ---- life: gradients.c ---- */
 
 void gradients_bind(struct gradients *gradients, const struct flat_param *param, const struct storage *storage,
-                    struct published *published); /* of zeros; init follows */
+                    struct attributes *attributes); /* of zeros; init follows */
 void gradients_init(struct gradients *gradients, const struct handle_spec *spec);
 void gradients_fini(struct gradients *gradients);
 int gradients_visit(const struct gradients *gradients, visitproc visit, void *arg);

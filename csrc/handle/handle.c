@@ -91,9 +91,9 @@ static void zero(struct handle *handle) {
     memset(handle, 0, sizeof *handle);
     storage_bind(&handle->storage, &handle->param);
     slots_bind(&handle->slots, &handle->param);
-    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->published);
-    edits_bind(&handle->edits, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
-               &handle->training_state);
+    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->attributes);
+    writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
+                   &handle->training_state);
 }
 
 static int init_components(struct handle *handle, const struct handle_spec *spec) {
@@ -120,7 +120,7 @@ void handle_fini(struct handle *handle) {
     storage_fini(&handle->storage);
     slots_fini(&handle->slots);
     handle_table_remove(handle->param.op_id);
-    published_fini(&handle->published);
+    attributes_fini(&handle->attributes);
     layer_calls_fini(&handle->layer_calls);
     Py_CLEAR(handle->summon.full);
     Py_CLEAR(handle->summon.grad);
@@ -132,7 +132,7 @@ void handle_fini(struct handle *handle) {
 
 int handle_visit(struct handle *handle, visitproc visit, void *arg) {
     Py_VISIT(handle->summon.flat_param_owner);
-    Py_VISIT(handle->published.dict);
+    Py_VISIT(handle->attributes.dict);
     int result = flat_param_visit(&handle->param, visit, arg);
     if (!result)
         result = storage_visit(&handle->storage, visit, arg);
@@ -153,7 +153,7 @@ int handle_init_shard(struct handle *handle) {
 }
 
 int handle_lazy_init(struct handle *handle) {
-    if (handle->storage.local_shard && !handle->ready && edits_take_over_params(&handle->edits) < 0)
+    if (handle->storage.local_shard && !handle->ready && writeback_take_over_params(&handle->writeback) < 0)
         return -1;
     if (handle_init_shard(handle) < 0 || storage_follow_shard(&handle->storage) < 0)
         return -1;
@@ -161,20 +161,20 @@ int handle_lazy_init(struct handle *handle) {
     if (gradients_lazy_init(&handle->gradients) < 0)
         return -1;
     handle->ready = true;
-    if (published_storage(&handle->published, &handle->storage) < 0)
+    if (attributes_storage(&handle->attributes, &handle->storage) < 0)
         return -1;
     CHECKED(handle_check(handle));
     return 0;
 }
 
 int handle_publish(struct handle *handle) {
-    if (published_begin(&handle->published, handle->param.tensor) < 0)
+    if (attributes_begin(&handle->attributes, handle->param.tensor) < 0)
         return -1;
-    return published_storage(&handle->published, &handle->storage);
+    return attributes_storage(&handle->attributes, &handle->storage);
 }
 
 static int follow_other_data(struct handle *handle) {
-    edits_note_copied(&handle->edits);
+    writeback_note_copied(&handle->writeback);
     if (!handle->param.use_orig_params && slots_show_nothing(&handle->slots) < 0)
         return -1;
     if (handle_lazy_init(handle) < 0)
@@ -201,7 +201,7 @@ int handle_follow_flat_param(struct handle *handle) {
 int handle_writeback(struct handle *handle) {
     if (handle_follow_flat_param(handle) < 0 || handle_take_over_views(handle) < 0)
         return -1;
-    return edits_take_over_params(&handle->edits);
+    return writeback_take_over_params(&handle->writeback);
 }
 
 /* ---- a flat parameter that moves ---- */

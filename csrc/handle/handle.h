@@ -1,7 +1,7 @@
 /* One flat parameter with all that belongs to it. The components own their state; what takes several of them is a sequence here.
  *
  *   flat_param  what it is                storage    shard and unsharded parameters   slots  what the modules show
- *   published   what outside code reads   gradients  from autograd to .grad           edits  what the user did to both
+ *   attributes  what outside code reads   gradients  from autograd to .grad           writeback  what the user did to both
  *   layer_calls what layers do meanwhile when they are called past their unit
  *
  * Invariants: a component calls none that comes after it in this list, and writes its own fields alone. `training_state` says who is
@@ -10,14 +10,14 @@
 #ifndef FSDP_HANDLE_HANDLE_H
 #define FSDP_HANDLE_HANDLE_H
 
-#include "handle/edits.h"
+#include "handle/attributes.h"
 #include "handle/flat_param.h"
 #include "handle/gradients.h"
 #include "handle/layer_calls.h"
-#include "handle/published.h"
 #include "handle/slots.h"
 #include "handle/storage.h"
 #include "handle/training_state.h"
+#include "handle/writeback.h"
 #include "torch/names.h"
 
 /* Inside summon_full_params; summon.c. */
@@ -33,9 +33,9 @@ struct handle {
     struct flat_param param;
     struct storage storage;
     struct slots slots;
-    struct published published;
+    struct attributes attributes;
     struct gradients gradients;
-    struct edits edits;
+    struct writeback writeback;
     struct layer_calls layer_calls;
     struct summon summon;
     enum training_state training_state;
@@ -146,11 +146,11 @@ static inline bool handle_leaves_views(const struct handle *handle) {
  * before what is gathered goes. 0 or -1. */
 static inline int handle_take_over_views(struct handle *handle) {
     bool in_backward = handle->training_state == USE_BACKWARD_PRE || handle->training_state == USE_BACKWARD_POST;
-    bool expected = !in_backward || handle_leaves_views(handle) || handle->edits.forward_writes;
+    bool expected = !in_backward || handle_leaves_views(handle) || handle->writeback.forward_writes;
     if (!expected || handle->storage.copy->is_local || handle->slots.shown != SHOWN_VIEWS ||
         handle->storage.param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
-    return edits_take_over_views(&handle->edits) < 0 ? -1 : 0;
+    return writeback_take_over_views(&handle->writeback) < 0 ? -1 : 0;
 }
 
 /* What the module has written in place to its parameters in a forward goes into the shard, and to the ranks of a node, before what is
@@ -159,9 +159,9 @@ static inline int handle_take_over_writes(struct handle *handle) {
     struct storage *storage = &handle->storage;
     if (storage->copy->is_local || storage->param_state != PARAM_UNSHARDED || handle->param.skip_writeback_check)
         return 0;
-    int written = edits_take_over_writes(&handle->edits);
+    int written = writeback_take_over_writes(&handle->writeback);
     if (written > 0 && storage_gathers_in_node(storage))
-        return storage_keep_node_part(storage);
+        return storage_keep_secondary_shard(storage);
     return written < 0 ? -1 : 0;
 }
 
@@ -178,7 +178,8 @@ static inline int handle_wrap_views(struct handle *handle) {
 
 /* What the user did to gradients since the last step. 0 or -1. */
 static inline int handle_collect_user_grads(struct handle *handle) {
-    return handle->gradients.shard_sizes ? edits_collect_grads(&handle->edits) : 0; /* from the first lazy init on */
+    return handle->gradients.shard_sizes ? writeback_collect_grads(&handle->writeback)
+                                         : 0; /* from the first lazy init on */
 }
 
 static inline void handle_set_optimizer_in_backward(struct handle *handle, bool attached) {

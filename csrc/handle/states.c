@@ -47,7 +47,7 @@ void storage_check(const struct storage *storage) {
     INVARIANT(copy >= storage->copies && copy < storage->copies + PRECISIONS);
     INVARIANT(!gathered || copy->is_local || copy->full.allocated);
     INVARIANT(storage->param_state == PARAM_UNSHARDING || !storage->unshard_work);
-    INVARIANT(!storage_gathers_in_node(storage) || storage_keeps_node_parts(storage));
+    INVARIANT(!storage_gathers_in_node(storage) || storage_keeps_secondary_shards(storage));
     for (int i = 0; i < PRECISIONS; i++)
         INVARIANT(&storage->copies[i] == copy || holds_nothing(&storage->copies[i]) ||
                   deferred_free_holds(storage->full_free, &storage->copies[i].full));
@@ -164,8 +164,8 @@ static bool may_have_replicas(enum sharding_strategy strategy) {
 }
 
 /* The entry is `value`, or is not there where that is NULL. */
-static bool is_published(const struct published *published, const char *name, PyObject *value) {
-    return PyDict_GetItemString(published->dict, name) == value;
+static bool is_published(const struct attributes *attributes, const char *name, PyObject *value) {
+    return PyDict_GetItemString(attributes->dict, name) == value;
 }
 #endif
 
@@ -182,18 +182,19 @@ void flat_param_check(const struct flat_param *param) {
     INVARIANT(!param->params || PyList_Size(param->params) == param->num_params);
 }
 
-void published_check(const struct published *published, const struct storage *storage) {
-    (void)published;
+void attributes_check(const struct attributes *attributes, const struct storage *storage) {
+    (void)attributes;
     (void)storage;
-    INVARIANT(!published->dict || is_published(published, "_local_shard", storage->local_shard));
-    INVARIANT(!published->dict || is_published(published, "_full_param_padded", published_full(storage)));
-    INVARIANT(!published->dict || is_published(published, "_mp_shard", published_low_precision_shard(storage)));
+    INVARIANT(!attributes->dict || is_published(attributes, "_local_shard", storage->local_shard));
+    INVARIANT(!attributes->dict || is_published(attributes, "_full_param_padded", attributes_full(storage)));
+    INVARIANT(!attributes->dict || is_published(attributes, "_mp_shard", attributes_low_precision_shard(storage)));
 }
 
-void edits_check(const struct edits *edits) {
-    (void)edits;
-    INVARIANT(!edits->taken || edits->storage->param_state == PARAM_SHARDED);
-    INVARIANT(edits->unheld_turn == 0 || (edits->unheld_turn > 0 && edits->unheld_turn < edits->param->num_params));
+void writeback_check(const struct writeback *writeback) {
+    (void)writeback;
+    INVARIANT(!writeback->taken || writeback->storage->param_state == PARAM_SHARDED);
+    INVARIANT(writeback->unheld_turn == 0 ||
+              (writeback->unheld_turn > 0 && writeback->unheld_turn < writeback->param->num_params));
 }
 
 void layer_calls_check(const struct layer_calls *layers) {
@@ -207,13 +208,13 @@ void handle_check(const struct handle *handle) {
     (void)handle;
     INVARIANT(handle->storage.param == &handle->param && handle->slots.param == &handle->param);
     INVARIANT(handle->gradients.param == &handle->param && handle->gradients.storage == &handle->storage);
-    INVARIANT(handle->edits.storage == &handle->storage && handle->edits.slots == &handle->slots);
+    INVARIANT(handle->writeback.storage == &handle->storage && handle->writeback.slots == &handle->slots);
     INVARIANT(!handle->summon.full || handle->training_state == USE_SUMMON_FULL_PARAMS);
     flat_param_check(&handle->param);
     storage_check(&handle->storage);
     slots_check(&handle->slots);
-    published_check(&handle->published, &handle->storage);
+    attributes_check(&handle->attributes, &handle->storage);
     gradients_check(&handle->gradients);
-    edits_check(&handle->edits);
+    writeback_check(&handle->writeback);
     layer_calls_check(&handle->layer_calls);
 }

@@ -141,7 +141,8 @@ int storage_follow_shard(struct storage *storage) {
 int storage_leave_device(struct storage *storage) {
     if (!storage->elsewhere)
         return 0;
-    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0 || storage_forget_node_part(storage) < 0)
+    if (deferred_free_forget(storage->full_free, &storage->copy->full) < 0 ||
+        storage_forget_secondary_shard(storage) < 0)
         return -1;
     return storage->pool ? pool_empty(storage->pool) : 0;
 }
@@ -237,7 +238,8 @@ static int init_storage(struct storage *storage, struct precision_copy *copy) {
     copy->views = copy->full_data && copy->own_part ? flat_param_views(storage->param, full) : NULL;
     if (copy->views && !(copy->view_versions = PyMem_Calloc((size_t)storage->param->num_params, sizeof(int64_t))))
         return tensor_check(STATUS_NO_MEMORY, "views of a unit");
-    if (!copy->views || storage_init_node_part(storage, copy) < 0 || (!copy->is_local && buffer_free(&copy->full) < 0))
+    if (!copy->views || storage_init_secondary_shard(storage, copy) < 0 ||
+        (!copy->is_local && buffer_free(&copy->full) < 0))
         return -1;
     if (!storage->param->sharded || !copy->low_precision)
         return 0;
@@ -255,8 +257,8 @@ static void copy_fini(struct precision_copy *copy) {
     Py_CLEAR(copy->full_data);
     buffer_fini(&copy->full);
     Py_CLEAR(copy->own_part);
-    Py_CLEAR(copy->node_source);
-    buffer_fini(&copy->node_part);
+    Py_CLEAR(copy->secondary_source);
+    buffer_fini(&copy->secondary_shard);
     Py_CLEAR(copy->low_precision_shard.tensor);
     Py_CLEAR(copy->reduce_input_like.tensor);
     Py_CLEAR(copy->reduce_output_like.tensor);
@@ -372,34 +374,34 @@ int storage_fix_reduce_dtype(struct storage *storage, PyObject *dtype) {
 
 /* ---- what the ranks of a node keep of a forward's unsharded parameters, for the backward to gather from ---- */
 
-int storage_init_node_part(const struct storage *storage, struct precision_copy *copy) {
+int storage_init_secondary_shard(const struct storage *storage, struct precision_copy *copy) {
     const struct flat_param *param = storage->param;
     if (!param->node_group.group || copy->is_local || !flat_param_reshards_after_forward(param))
         return 0;
     int64_t numel = param->layout.padded_numel / param->node_group.world_size;
-    copy->node_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
-    if (!copy->node_source || buffer_init(&copy->node_part, numel, copy->dtype, param->device, true) < 0)
+    copy->secondary_source = torch_part(copy->full.tensor, param->node_group.rank * numel, numel);
+    if (!copy->secondary_source || buffer_init(&copy->secondary_shard, numel, copy->dtype, param->device, true) < 0)
         return -1;
-    return buffer_free(&copy->node_part);
+    return buffer_free(&copy->secondary_shard);
 }
 
 /* On the stream that computes, to which the memory belongs: the backward's gather comes after the last use of what is gathered now,
  * and is waited for before the part is forgotten. */
-int storage_keep_node_part(struct storage *storage) {
+int storage_keep_secondary_shard(struct storage *storage) {
     struct precision_copy *copy = storage->copy;
-    if (!copy->node_source || storage->param_state == PARAM_SHARDED)
+    if (!copy->secondary_source || storage->param_state == PARAM_SHARDED)
         return 0;
-    if (buffer_alloc(&copy->node_part) < 0)
+    if (buffer_alloc(&copy->secondary_shard) < 0)
         return -1;
-    PyObject *done = PyObject_CallMethod(copy->node_part.tensor, "copy_", "O", copy->node_source);
+    PyObject *done = PyObject_CallMethod(copy->secondary_shard.tensor, "copy_", "O", copy->secondary_source);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }
 
 /* A gather that is in flight may read it: whoever waits for that forgets it. */
-int storage_forget_node_part(struct storage *storage) {
+int storage_forget_secondary_shard(struct storage *storage) {
     for (int i = 0; storage->param_state != PARAM_UNSHARDING && i < PRECISIONS; i++)
-        if (buffer_free(&storage->copies[i].node_part) < 0)
+        if (buffer_free(&storage->copies[i].secondary_shard) < 0)
             return -1;
     return 0;
 }

@@ -3,10 +3,10 @@
  *   local_shard --(upload)--> device_shard --(cast)--> this rank's part of copy->full --all-gather--> copy->full
  *                                                                                   SHARDED -> UNSHARDING -> UNSHARDED
  *
- * [Note: node parts] Under a `node_group` the ranks of a node keep what a forward has gathered, each its node_part, and the backward
+ * [Note: secondary shards] Under a `node_group` the ranks of a node keep what a forward has gathered, each its secondary_shard, and the backward
  * gathers within the node from these:
  *
- *   copy->full --copy--> node_part    ...    node_part --all-gather--> copy->full
+ *   copy->full --copy--> secondary_shard    ...    secondary_shard --all-gather--> copy->full
  *
  * Where the shard lies elsewhere or in another precision it is brought to its place in what is gathered, which the collective leaves as
  * it is; otherwise the collective reads the shard.
@@ -41,12 +41,12 @@ struct tensor_like {
 struct precision_copy {
     PyObject *dtype, *reduce_dtype; /* owned; torch.dtype */
     enum dtype kind, reduce_kind;
-    bool low_precision;      /* not the dtype of the shard */
-    bool is_local;           /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
-    struct buffer full;      /* unused when is_local */
-    PyObject *own_part;      /* owned; this rank's part of full, all of it under NO_SHARD */
-    PyObject *node_source;   /* owned; the part of full that node_part is a copy of, NULL where none is kept */
-    struct buffer node_part; /* allocated while the next gather reads it; see [Note: node parts] */
+    bool low_precision;         /* not the dtype of the shard */
+    bool is_local;              /* NO_SHARD in the dtype of the shard: the local shard is the unsharded parameter */
+    struct buffer full;         /* unused when is_local */
+    PyObject *own_part;         /* owned; this rank's part of full, all of it under NO_SHARD */
+    PyObject *secondary_source; /* owned; the part of full that secondary_shard is a copy of, NULL where none is kept */
+    struct buffer secondary_shard; /* allocated while the next gather reads it; see [Note: secondary shards] */
     struct tensor_like
         low_precision_shard; /* only with low_precision and sharded: its memory is own_part's, this is never allocated */
     PyObject *full_data;     /* owned; full without right padding */
@@ -142,21 +142,21 @@ static inline enum precision storage_precision(const struct storage *storage) {
     return (enum precision)(storage->copy - storage->copies);
 }
 
-/* ---- storage.c: see [Note: node parts] ---- */
+/* ---- storage.c: see [Note: secondary shards] ---- */
 
-int storage_init_node_part(
+int storage_init_secondary_shard(
     const struct storage *storage,
     struct precision_copy *copy); /* with the storage of `full` at hand; freed. 0, or -1 and copy_fini follows */
-int storage_keep_node_part(
+int storage_keep_secondary_shard(
     struct storage *storage); /* of what is gathered, for the next gather; a no-op without a node_group. 0 or -1 */
-int storage_forget_node_part(struct storage *storage); /* the next gather reads the shards. 0 or -1 */
+int storage_forget_secondary_shard(struct storage *storage); /* the next gather reads the shards. 0 or -1 */
 
-static inline bool storage_keeps_node_parts(const struct storage *storage) {
-    return storage->copy->node_source;
+static inline bool storage_keeps_secondary_shards(const struct storage *storage) {
+    return storage->copy->secondary_source;
 }
 
 static inline bool storage_gathers_in_node(const struct storage *storage) {
-    return storage->copy->node_part.allocated;
+    return storage->copy->secondary_shard.allocated;
 }
 
 /* Over which the next gather is. */

@@ -54,8 +54,8 @@ static PyObject *gather(struct handle *handle) {
         return Py_NewRef(handle->storage.local_shard);
     int result =
         handle->storage.copies[PRECISION_COMPUTE].low_precision ? handle_use_precision(handle, PRECISION_FULL) : 0;
-    if (result < 0 || storage_reshard(&handle->storage, true) < 0 || storage_forget_node_part(&handle->storage) < 0 ||
-        handle_unshard_outside_step(handle) < 0) {
+    if (result < 0 || storage_reshard(&handle->storage, true) < 0 ||
+        storage_forget_secondary_shard(&handle->storage) < 0 || handle_unshard_outside_step(handle) < 0) {
         leave_full_precision(handle);
         return NULL;
     }
@@ -111,7 +111,8 @@ static int write_back(struct handle *handle) {
     Py_XDECREF(views);
     if (result || !shows_copy(handle))
         return result;
-    edits_note_copied(&handle->edits); /* a backward may come next, whose gathers read the shard on other streams */
+    writeback_note_copied(
+        &handle->writeback); /* a backward may come next, whose gathers read the shard on other streams */
     return copy_own_part(handle, handle->storage.local_shard, handle->summon.full);
 }
 
@@ -121,7 +122,7 @@ static int free_full(struct handle *handle) {
     if (leave_full_precision(handle) < 0 || handle_show_sharded(handle) < 0 ||
         storage_reshard(&handle->storage, handle->summon.freed_after || !handle->param.sharded) < 0)
         return -1;
-    return handle->storage.full_free ? deferred_free_settle(handle->storage.full_free) : 0;
+    return handle->storage.full_free ? deferred_free_flush(handle->storage.full_free) : 0;
 }
 
 static int leave(struct handle *handle) {
@@ -129,7 +130,7 @@ static int leave(struct handle *handle) {
 }
 
 /* Do what is owed at the end, whatever has failed before: and once more where it fails itself, as what it leaves half done would
- * be taken for the user's edits. The first exception is the one that stays. `result`, or -1. */
+ * be taken for the user's writeback. The first exception is the one that stays. `result`, or -1. */
 static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int result) {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
@@ -149,7 +150,8 @@ static int settle_debt(struct handle *handle, int (*verb)(struct handle *), int 
 int handle_summon_enter(struct handle *handle, bool writeback) {
     if (require_idle(handle) < 0 || handle_collect_user_grads(handle) < 0)
         return -1;
-    if (!handle->param.skip_writeback_check && (edits_check_unheld(&handle->edits) < 0 || handle_writeback(handle) < 0))
+    if (!handle->param.skip_writeback_check &&
+        (writeback_check_unheld(&handle->writeback) < 0 || handle_writeback(handle) < 0))
         return -1;
     PyObject *full = gather(handle);
     if (!full)

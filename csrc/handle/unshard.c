@@ -138,7 +138,7 @@ static PyObject *enqueue_all_gather(const struct storage *storage, PyObject *inp
 /* Borrowed. */
 static PyObject *gather_input(const struct storage *storage) {
     if (storage_gathers_in_node(storage))
-        return storage->copy->node_part.tensor;
+        return storage->copy->secondary_shard.tensor;
     return storage_makes_input(storage) ? storage->copy->own_part : storage->local_shard;
 }
 

@@ -276,7 +276,7 @@ static PyObject *reshard(PyObject *self, PyObject *args, PyObject *kwargs) {
     int wanted = free_storage ? PyObject_IsTrue(free_storage) : -1;
     int result = wanted < 0 ? -1 : storage_reshard(&handle->storage, wanted);
     if (!result && wanted && handle->training_state == USE_IDLE)
-        result = storage_forget_node_part(&handle->storage);
+        result = storage_forget_secondary_shard(&handle->storage);
     return none_or_error(result);
 }
 

@@ -122,17 +122,17 @@ static PyObject *check_order(PyObject *self, PyObject *args) {
 
 /* (an optional unit, the unit around it) */
 static int add_optional(PyObject *pair) {
-    PyObject *object, *around_object;
+    PyObject *object, *enclosing_object;
     if (!PyTuple_Check(pair)) {
         PyErr_Format(PyExc_TypeError, "expected a pair, got %R", (PyObject *)Py_TYPE(pair));
         return -1;
     }
-    if (!PyArg_ParseTuple(pair, "OO", &object, &around_object))
+    if (!PyArg_ParseTuple(pair, "OO", &object, &enclosing_object))
         return -1;
-    struct unit *unit = unit_of(object), *around = unit ? unit_of(around_object) : NULL;
-    if (around)
-        optional_add(unit, around);
-    return around ? 0 : -1;
+    struct unit *unit = unit_of(object), *enclosing = unit ? unit_of(enclosing_object) : NULL;
+    if (enclosing)
+        optional_add(unit, enclosing);
+    return enclosing ? 0 : -1;
 }
 
 /* From the last to the first, as each comes before the others. */

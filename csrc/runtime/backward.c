@@ -267,7 +267,7 @@ static int post_backward(struct unit *unit) {
     FOR_PARTS(part, unit)
         if (end_gradients(part) < 0)
             return -1;
-    if (unit->optional.around)
+    if (unit->optional.enclosing)
         return post_backward_of_optional(unit);
     if (!has_new(unit))
         return post_backward_without_gradient(unit);

@@ -58,7 +58,7 @@ static int finalise_handle(struct unit *unit) {
  * may step next. Where the user calls the callback by hand, nothing is sent. */
 static int reduce_left_over(struct runtime *runtime, struct unit *unit) {
     if (!runtime->callback_queued || !unit->handle || !unit->sync_gradients || !unit->handle->gradients.unreduced ||
-        unit_around(unit))
+        unit_enclosing(unit))
         return 0;
     if (gradients_prepare(&unit->handle->gradients) < 0 || !unit->handle->gradients.unreduced)
         return PyErr_Occurred() ? -1 : 0;

@@ -10,7 +10,7 @@
 #include "runtime/runtime.h"
 
 static bool is_told(const struct unit *unit) {
-    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached || unit->optional.around ||
+    return unit->runtime->told_of_no_gradient || !unit->handle || !unit->views_attached || unit->optional.enclosing ||
            unit->had_gradient;
 }
 

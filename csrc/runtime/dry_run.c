@@ -105,20 +105,20 @@ static int init_handle(struct dry_run *run, struct actor *actor) {
                   .skip_writeback_check = true},
         .storage = {.local_shard = run->tensor,
                     .copies = {{.full_data = run->tensor,
-                                .node_source = actor->is->node_nbytes ? run->tensor : NULL,
+                                .secondary_source = actor->is->node_nbytes ? run->tensor : NULL,
                                 .is_local = !sharded && actor->is->nbytes == 0,
                                 .reduce_kind = DTYPE_OTHER_1}}},
     };
     storage_bind(&handle->storage, &handle->param);
     slots_bind(&handle->slots, &handle->param);
-    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->published);
-    edits_bind(&handle->edits, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
-               &handle->training_state);
+    gradients_bind(&handle->gradients, &handle->param, &handle->storage, &handle->attributes);
+    writeback_bind(&handle->writeback, &handle->param, &handle->storage, &handle->slots, &handle->gradients,
+                   &handle->training_state);
     storage_share(&handle->storage, run->tree->has_streams ? &run->runtime.schedule.unsharded : NULL, NULL,
                   actor->is->is_segment);
     if (init_buffer(&handle->storage.copy->full, actor, on_resize, actor->is->nbytes) < 0)
         return -1;
-    return init_buffer(&handle->storage.copy->node_part, actor, on_node_resize, actor->is->node_nbytes);
+    return init_buffer(&handle->storage.copy->secondary_shard, actor, on_node_resize, actor->is->node_nbytes);
 }
 
 static int init_actor(struct dry_run *run, int64_t index) {
@@ -163,11 +163,11 @@ static bool is_optional(const struct dry_run *run, int64_t index) {
 /* From the last to the first, as each is the first of its list. */
 static void join_optional(struct dry_run *run) {
     for (int64_t i = run->tree->num_units - 1; i > 0; i--) {
-        int64_t around = run->tree->units[i].parent;
-        while (is_optional(run, around))
-            around = run->tree->units[around].parent;
+        int64_t enclosing = run->tree->units[i].parent;
+        while (is_optional(run, enclosing))
+            enclosing = run->tree->units[enclosing].parent;
         if (is_optional(run, i))
-            optional_add(run->units[i], run->units[around]);
+            optional_add(run->units[i], run->units[enclosing]);
     }
 }
 
@@ -202,7 +202,7 @@ static int init(struct dry_run *run) {
 
 static void fini_buffers(struct precision_copy *copy) {
     buffer_fini(&copy->full);
-    buffer_fini(&copy->node_part);
+    buffer_fini(&copy->secondary_shard);
 }
 
 static void fini(struct dry_run *run) {

@@ -66,7 +66,7 @@ static int begin_forward(struct unit *unit) {
 /* Nothing marks the end of an iteration in evaluation. */
 static int validate_order(struct unit *unit) {
     struct order *order = &unit->runtime->order;
-    bool has_turn = unit->handle && !unit->optional.around;
+    bool has_turn = unit->handle && !unit->optional.enclosing;
     int training = order->validation && has_turn ? unit_is_training(unit) : 0;
     return training > 0 ? order_validate(order, &unit->place) : training;
 }
@@ -122,7 +122,7 @@ static void explain_error(const struct unit *unit, PyObject *error, PyObject *tr
 static void abandon_parts(struct unit *unit) {
     unit_set_prefetched(unit, false);
     FOR_PARTS(part, unit) {
-        unit_reshard(part, !unit->optional.around);
+        unit_reshard(part, !unit->optional.enclosing);
         PyErr_Clear(); /* nothing of Python's is called with an exception set */
         handle_show_sharded(part->handle);
         PyErr_Clear();

@@ -85,7 +85,7 @@ static struct gather_mark *mark_of(struct unit *part) {
 
 static int gather(struct unit *unit) {
     if (unit->handle->storage.param_state != PARAM_SHARDED)
-        return edits_check_views(&unit->handle->edits);
+        return writeback_check_views(&unit->handle->writeback);
     if (unit->runtime->operations->is_there(unit))
         return handle_unshard_enqueue(unit->handle);
     if (begin_gather(unit) < 0) {
@@ -198,24 +198,24 @@ int unit_reshard(struct unit *unit, bool free_storage) {
     return freed ? schedule_note_free(&unit->runtime->schedule) : 0;
 }
 
-/* ---- what the ranks of a node keep: see [Note: node parts] in storage.h ---- */
+/* ---- what the ranks of a node keep: see [Note: secondary shards] in storage.h ---- */
 
-int unit_forget_node_parts(struct unit *unit) {
+int unit_forget_secondary_shards(struct unit *unit) {
     FOR_PARTS(part, unit)
-        if (storage_forget_node_part(&part->handle->storage) < 0)
+        if (storage_forget_secondary_shard(&part->handle->storage) < 0)
             return -1;
     return 0;
 }
 
 /* Before the module may change what is gathered, as a gather over all ranks would not see that. The root stays gathered until its
  * backward, and an optional unit need not run on all ranks of a node. */
-int unit_keep_node_parts(struct unit *unit) {
-    if (!storage_keeps_node_parts(&unit->handle->storage))
+int unit_keep_secondary_shards(struct unit *unit) {
+    if (!storage_keeps_secondary_shards(&unit->handle->storage))
         return 0;
-    if (unit->is_root || unit->optional.around || !torch_grad_enabled())
-        return unit_forget_node_parts(unit);
+    if (unit->is_root || unit->optional.enclosing || !torch_grad_enabled())
+        return unit_forget_secondary_shards(unit);
     FOR_PARTS(part, unit)
-        if (storage_keep_node_part(&part->handle->storage) < 0)
+        if (storage_keep_secondary_shard(&part->handle->storage) < 0)
             return -1;
     return 0;
 }

@@ -15,7 +15,7 @@ int unit_set_training_state(struct unit *unit, enum training_state state) {
 /* ---- forward ---- */
 
 static int take_turn(struct unit *unit) {
-    if (unit->optional.around)
+    if (unit->optional.enclosing)
         return optional_check_forward(unit);
     order_record_pre_forward(&unit->runtime->order, &unit->place);
     return 0;
@@ -24,11 +24,11 @@ static int take_turn(struct unit *unit) {
 int unit_unshard_for_forward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_forward(unit);
-    if (take_turn(unit) < 0 || unit_begin_step_alone(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
+    if (take_turn(unit) < 0 || unit_begin_step_alone(unit) < 0 || unit_forget_secondary_shards(unit) < 0 ||
         unit_give_back_stale(unit) < 0 || unit_gather_and_wait(unit) < 0)
         return -1;
     unit_note_used(unit);
-    if (unit_keep_node_parts(unit) < 0 || optional_begin_forward(unit) < 0)
+    if (unit_keep_secondary_shards(unit) < 0 || optional_begin_forward(unit) < 0)
         return -1;
     unit_set_prefetched(unit, false);
     return unit_prefetch(unit, USE_FORWARD);
@@ -61,10 +61,10 @@ static int hold(struct unit *unit) {
 }
 
 static int end_use(struct unit *unit) {
-    if (unit->optional.around)
+    if (unit->optional.enclosing)
         return hold(unit);
     if (order_record_post_forward(&unit->runtime->order, &unit->place) < 0 ||
-        (!unit->needs_pre_backward_unshard && unit_forget_node_parts(unit) < 0))
+        (!unit->needs_pre_backward_unshard && unit_forget_secondary_shards(unit) < 0))
         return -1;
     FOR_PARTS(part, unit)
         if (reshard_after_forward(part, unit) < 0)
@@ -78,7 +78,7 @@ int unit_reshard_after_forward(struct unit *unit) {
     bool is_outermost = unit->is_root || unit->runtime->num_in_forward == 1; /* or was called by itself */
     if (is_outermost && runtime_give_back_unused(unit->runtime) < 0)
         return -1;
-    return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_settle(&unit->runtime->schedule) : 0;
+    return unit->is_root && !unit->needs_pre_backward_unshard ? schedule_flush(&unit->runtime->schedule) : 0;
 }
 
 /* ---- backward ---- */
@@ -86,11 +86,12 @@ int unit_reshard_after_forward(struct unit *unit) {
 int unit_unshard_for_backward(struct unit *unit) {
     if (!unit->handle)
         return optional_begin_backward(unit);
-    if (unit->optional.around && optional_check_backward(unit) < 0)
+    if (unit->optional.enclosing && optional_check_backward(unit) < 0)
         return -1;
     if (unit_set_training_state(unit, USE_BACKWARD_PRE) < 0)
         return -1;
-    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0 || unit_forget_node_parts(unit) < 0)
+    if (unit_precision_for_backward(unit) < 0 || unit_gather_and_wait(unit) < 0 ||
+        unit_forget_secondary_shards(unit) < 0)
         return -1;
     unit_expect_backward(unit, false);
     unit_set_prefetched(unit, false);
@@ -123,16 +124,16 @@ static int reshard_parts(struct unit *unit) {
 }
 
 int unit_post_backward_reshard(struct unit *unit) {
-    if (unit->optional.around)
+    if (unit->optional.enclosing)
         return optional_hold(unit);
     if (reshard_parts(unit) < 0 || unit_prefetch(unit, USE_BACKWARD_POST) < 0)
         return -1;
     return schedule_give_back(&unit->runtime->schedule);
 }
 
-int unit_reshard_optional(struct unit *around) {
-    optional_reset(around);
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+int unit_reshard_optional(struct unit *enclosing) {
+    optional_reset(enclosing);
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
         if (reshard_parts(unit) < 0 || schedule_give_back(&unit->runtime->schedule) < 0)
             return -1;
     return 0;
@@ -229,7 +230,7 @@ int unit_gather_ahead(struct unit *candidate, enum training_state state) {
         return 0;
     bool in_forward = state == USE_FORWARD;
     int chosen = in_forward ? unit_precision_for_forward(candidate) : unit_precision_for_backward(candidate);
-    if (chosen < 0 || (in_forward && unit_forget_node_parts(candidate) < 0) || unit_gather(candidate) < 0)
+    if (chosen < 0 || (in_forward && unit_forget_secondary_shards(candidate) < 0) || unit_gather(candidate) < 0)
         return -1;
     unit_set_prefetched(candidate, true);
     return 0;
@@ -281,8 +282,8 @@ int unit_unshard(struct unit *unit) {
                           "its full parameters are summoned: gather it ahead outside "
                           "of summon_full_params");
     }
-    if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 || unit_forget_node_parts(unit) < 0 ||
-        gather_for_next(unit) < 0)
+    if (unit_begin_step_alone(unit) < 0 || unit_precision_for_forward(unit) < 0 ||
+        unit_forget_secondary_shards(unit) < 0 || gather_for_next(unit) < 0)
         return -1;
     FOR_PARTS(part, unit)
         if (handle_show_views(part->handle) < 0)

@@ -6,12 +6,12 @@
 
 /* ---- life ---- */
 
-void optional_add(struct unit *unit, struct unit *around) {
-    unit->optional.around = around;
+void optional_add(struct unit *unit, struct unit *enclosing) {
+    unit->optional.enclosing = enclosing;
     if (!unit->handle || unit->leader)
         return;
-    unit->optional.next = around->optional.first;
-    around->optional.first = unit;
+    unit->optional.next = enclosing->optional.first;
+    enclosing->optional.first = unit;
 }
 
 void optional_unbind(struct optional *optional) {
@@ -26,18 +26,18 @@ static int refuse(const struct unit *unit, const char *what) {
         "%s. An optional unit is gathered and reduced with %S, the unit around it, on every "
         "rank: call it inside of that unit's forward, without changing between train() and eval() there, and "
         "have what it returns reach the loss through that unit's outputs.",
-        what, unit->optional.around->name);
+        what, unit->optional.enclosing->name);
 }
 
 /* A change of precision gives back what was gathered in another. */
 int optional_check_forward(const struct unit *unit) {
-    if (unit->optional.around->optional.open && unit->handle->storage.param_state != PARAM_SHARDED)
+    if (unit->optional.enclosing->optional.open && unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
     return refuse(unit, "its forward is called where its parameters are not gathered");
 }
 
 int optional_check_backward(const struct unit *unit) {
-    if (unit->optional.around->optional.reached && unit->handle->storage.param_state != PARAM_SHARDED)
+    if (unit->optional.enclosing->optional.reached && unit->handle->storage.param_state != PARAM_SHARDED)
         return 0;
     return refuse(unit, "a gradient comes to it where its parameters are not gathered");
 }
@@ -59,9 +59,9 @@ static int gather(struct unit *unit, enum traced part) {
     return result;
 }
 
-int optional_begin_forward(struct unit *around) {
-    around->optional.open = around->optional.first != NULL;
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next) {
+int optional_begin_forward(struct unit *enclosing) {
+    enclosing->optional.open = enclosing->optional.first != NULL;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
         if (unit_precision_for_forward(unit) < 0 || unit_give_back_stale(unit) < 0 ||
             gather(unit, TRACED_FORWARD_GATHER) < 0)
             return -1;
@@ -70,9 +70,9 @@ int optional_begin_forward(struct unit *around) {
     return 0;
 }
 
-int optional_begin_backward(struct unit *around) {
-    around->optional.open = around->optional.reached = around->optional.first != NULL;
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+int optional_begin_backward(struct unit *enclosing) {
+    enclosing->optional.open = enclosing->optional.reached = enclosing->optional.first != NULL;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
         if (unit_precision_for_backward(unit) < 0 || gather(unit, TRACED_BACKWARD_GATHER) < 0)
             return -1;
     return 0;
@@ -103,10 +103,10 @@ static int note_forward(struct unit *unit) {
     return 0;
 }
 
-int optional_end_forward(struct unit *around) {
-    bool expected = around->needs_pre_backward_unshard;
-    around->optional.open = false;
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next) {
+int optional_end_forward(struct unit *enclosing) {
+    bool expected = enclosing->needs_pre_backward_unshard;
+    enclosing->optional.open = false;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
         const struct flat_param *param = &unit->handle->param; /* of one strategy with the segments */
         bool keeps = param->sharded && !flat_param_reshards_after_forward(param);
         if (torch_grad_enabled() && note_forward(unit) < 0)
@@ -119,13 +119,13 @@ int optional_end_forward(struct unit *around) {
 
 /* ---- after an exception ---- */
 
-void optional_reset(struct unit *around) {
-    around->optional.open = around->optional.reached = false;
+void optional_reset(struct unit *enclosing) {
+    enclosing->optional.open = enclosing->optional.reached = false;
 }
 
-void optional_abandon(struct unit *around) {
-    around->optional.open = false;
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next) {
+void optional_abandon(struct unit *enclosing) {
+    enclosing->optional.open = false;
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next) {
         reshard_parts(unit, true);
         PyErr_Clear();
     }

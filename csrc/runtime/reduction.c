@@ -104,10 +104,10 @@ static int end_part(struct unit *part) {
 }
 
 /* Whether a unit ran, or has gradients, is not asked. */
-int runtime_reduce_optional(struct unit *around) {
-    if (unit_reshard_optional(around) < 0)
+int runtime_reduce_optional(struct unit *enclosing) {
+    if (unit_reshard_optional(enclosing) < 0)
         return -1;
-    for (struct unit *unit = around->optional.first; unit; unit = unit->optional.next)
+    for (struct unit *unit = enclosing->optional.first; unit; unit = unit->optional.next)
         FOR_PARTS(part, unit)
             if (end_part(part) < 0)
                 return -1;

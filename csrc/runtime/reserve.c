@@ -3,7 +3,7 @@
  * make room for a larger one. At the end of a backward, when nothing gathered is left in it, its last reduction reads the same memory. */
 #include "runtime/runtime.h"
 
-/* In use, gathered ahead, and in forward held until its last use is settled. */
+/* In use, gathered ahead, and in forward held until its last use is over. */
 static int64_t units_at_a_time(const struct runtime *runtime) {
     int64_t forward = 2, backward = 1;
     for (int64_t i = 0; i < runtime->num_units; i++) {

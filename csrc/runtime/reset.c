@@ -47,7 +47,7 @@ static int reset(struct runtime *runtime) {
         reset_unit(runtime->units[i], &first);
     trace_abandon();
     order_forget_forwards(&runtime->order);
-    note_result(&first, schedule_settle(&runtime->schedule));
+    note_result(&first, schedule_flush(&runtime->schedule));
     runtime->callback_queued = false; /* at the end: until then a forward waits */
     if (!first.type)
         return 0;

@@ -54,7 +54,7 @@ int runtime_init(struct runtime *runtime, PyObject *object, PyObject *unit_objec
 /* Units outlive their runtime when lazy init failed half-way: they are as before it. What is still gathered goes with its handle,
  * after all that was computed on it. */
 static void unbind_units(struct runtime *runtime) {
-    if (schedule_begin_step(&runtime->schedule) < 0 || schedule_settle(&runtime->schedule) < 0)
+    if (schedule_begin_step(&runtime->schedule) < 0 || schedule_flush(&runtime->schedule) < 0)
         PyErr_WriteUnraisable(runtime->object);
     for (int64_t i = 0; i < runtime->num_units; i++) {
         struct unit *unit = runtime->units[i];

@@ -97,7 +97,7 @@ int schedule_wait_gathered(struct schedule *schedule, struct gather_mark *gather
 }
 
 int schedule_give_back(struct schedule *schedule) {
-    return deferred_free_settle(&schedule->unsharded);
+    return deferred_free_flush(&schedule->unsharded);
 }
 
 void schedule_forget(struct schedule *schedule, struct gather_mark *gather) {
@@ -314,15 +314,15 @@ static int wait_for_uploads(struct schedule *schedule) {
     return uploading ? stream_synchronize(&schedule->streams, schedule->input_made) : 0;
 }
 
-int schedule_settle(struct schedule *schedule) {
+int schedule_flush(struct schedule *schedule) {
     int result = schedule_wait_reduced(schedule) < 0 ? -1 : wait_for_uploads(schedule);
-    return deferred_free_settle(&schedule->unsharded) < 0 ? -1 : result;
+    return deferred_free_flush(&schedule->unsharded) < 0 ? -1 : result;
 }
 
 /* The script may call a backward under another stream than its forward. */
 int schedule_end_backward(struct schedule *schedule) {
     struct streams *streams = &schedule->streams;
-    if (schedule_settle(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0 ||
+    if (schedule_flush(schedule) < 0 || stream_follow(streams) < 0 || stream_give_back(streams) < 0 ||
         stream_end_backward(streams) < 0)
         return -1;
     schedule->has_ended = true;

@@ -76,7 +76,7 @@ void schedule_fini(struct schedule *schedule);
 /* states.c: the only writer of `reduction`. 0, or -1 with RuntimeError naming the unit, which is `param`'s, and both states. */
 int schedule_set_reduction(struct schedule *schedule, enum reduction_state state, const struct flat_param *param);
 void schedule_check(const struct schedule *schedule);      /* the invariant, where FSDP_C_CHECK is defined */
-bool schedule_is_settled(const struct schedule *schedule); /* nothing is on its way, and nothing is held back */
+bool schedule_is_flushed(const struct schedule *schedule); /* nothing is on its way, and nothing is held back */
 
 /* ---- gathers. 0 or -1; what `begin` began is ended by `end`, with the result of what was enqueued between them ---- */
 
@@ -116,7 +116,7 @@ int schedule_wait_reduced(struct schedule *schedule); /* computation waits for a
 
 int schedule_synchronize(struct schedule *schedule); /* the host waits for all computation enqueued */
 /* The step is over: no storage is held back, and the host may write what was gathered from its memory. */
-int schedule_settle(struct schedule *schedule);
+int schedule_flush(struct schedule *schedule);
 int schedule_end_backward(
     struct schedule *schedule);               /* the same, and the stream that waits for the backward sees it all */
 int schedule_join(struct schedule *schedule); /* after an exception: computation comes after whatever was enqueued */

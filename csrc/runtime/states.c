@@ -63,7 +63,7 @@ int schedule_set_reduction(struct schedule *schedule, enum reduction_state state
     return 0;
 }
 
-bool schedule_is_settled(const struct schedule *schedule) {
+bool schedule_is_flushed(const struct schedule *schedule) {
     return schedule->reduction == REDUCTION_NONE && !schedule->packed_gradients && !schedule->reducing &&
            !schedule->all_reducing && !schedule->scattered_output && !schedule->uploading && !schedule->unsharded.held;
 }
@@ -92,7 +92,7 @@ static void check_unit(const struct unit *unit) {
     INVARIANT(!unit->place.prefetched && !unit->gather.pending);
     INVARIANT(!unit->reshard_hook);
     INVARIANT(!unit->optional.open && !unit->optional.reached);
-    INVARIANT(!unit->optional.around || !unit->optional.first);
+    INVARIANT(!unit->optional.enclosing || !unit->optional.first);
     order_check_place(&unit->runtime->order, &unit->place);
     INVARIANT(!handle || handle->training_state == USE_IDLE || handle->training_state == USE_SUMMON_FULL_PARAMS);
     INVARIANT(!handle || (!handle->gradients.in_backward && !handle->gradients.pending && !handle->gradients.work));
@@ -107,7 +107,7 @@ void runtime_check(const struct runtime *runtime) {
     INVARIANT(runtime->order.num_post == 0);
     schedule_check(&runtime->schedule);
     operations_check(&operations);
-    INVARIANT(schedule_is_settled(&runtime->schedule));
+    INVARIANT(schedule_is_flushed(&runtime->schedule));
     for (int64_t i = 0; i < runtime->num_units; i++)
         check_unit(runtime->units[i]);
 }

@@ -103,8 +103,8 @@ static inline struct unit *unit_of_part(struct unit *part) {
 }
 
 /* Of a part of an optional unit: the unit around that; else NULL. */
-static inline struct unit *unit_around(struct unit *part) {
-    return unit_of_part(part)->optional.around;
+static inline struct unit *unit_enclosing(struct unit *part) {
+    return unit_of_part(part)->optional.enclosing;
 }
 
 /* The flat parameters of a unit: its own, then those of its segments. */
@@ -152,8 +152,8 @@ int unit_gather(struct unit *unit);        /* enqueue its all-gathers, after the
 int unit_wait_gathered(struct unit *unit); /* computation waits for them */
 int unit_gather_and_wait(struct unit *unit);
 int unit_reshard(struct unit *unit, bool free_storage); /* one part of a unit, as all that reshards in backward */
-int unit_keep_node_parts(struct unit *unit);   /* of what this forward has gathered, where a backward may follow */
-int unit_forget_node_parts(struct unit *unit); /* what is gathered next comes from the shards */
+int unit_keep_secondary_shards(struct unit *unit); /* of what this forward has gathered, where a backward may follow */
+int unit_forget_secondary_shards(struct unit *unit); /* what is gathered next comes from the shards */
 /* The parts of a gather, for the table of operations: is the shard the whole, where computation is? Before the limiter; after it. */
 bool unit_is_there(const struct unit *unit);
 int unit_prepare_gather(struct unit *unit);

@@ -29,7 +29,7 @@ bool deferred_free_holds(const struct deferred_free *deferred, const struct buff
     return held;
 }
 
-int deferred_free_settle(struct deferred_free *deferred) {
+int deferred_free_flush(struct deferred_free *deferred) {
     if (!deferred->held)
         return 0;
     bool waits = wait_for_last_use(deferred) == 0;
@@ -46,7 +46,7 @@ int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, boo
     if (!buffer->allocated)
         return 0;
     if (!deferred_free_holds(deferred, buffer)) {
-        if (!beside && deferred_free_settle(deferred) < 0)
+        if (!beside && deferred_free_flush(deferred) < 0)
             return -1;
         buffer->next_held = deferred->held;
         deferred->held = buffer;
@@ -63,5 +63,5 @@ int deferred_free_take_back(struct deferred_free *deferred, struct buffer *buffe
 }
 
 int deferred_free_forget(struct deferred_free *deferred, struct buffer *buffer) {
-    return deferred_free_holds(deferred, buffer) ? deferred_free_settle(deferred) : 0;
+    return deferred_free_holds(deferred, buffer) ? deferred_free_flush(deferred) : 0;
 }

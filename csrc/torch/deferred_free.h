@@ -6,7 +6,7 @@
  *
  * Invariant: memory goes back to the allocator only once its owner waits for its last use. In forward one unit's is held: with none,
  * gather(i+1) would wait for forward(i), the last to give memory back, and nothing would overlap. In backward none stays held: each
- * unit's post-backward settles what it has freed. `last_use` is that of all that is held. */
+ * unit's post-backward flushes what it has freed. `last_use` is that of all that is held. */
 #ifndef FSDP_TORCH_DEFERRED_FREE_H
 #define FSDP_TORCH_DEFERRED_FREE_H
 
@@ -25,7 +25,7 @@ struct deferred_free {
 /* Free what was held before, and hold `buffer` from now on; beside it, where they are one unit's. 0 or -1. */
 int deferred_free_add(struct deferred_free *deferred, struct buffer *buffer, bool beside);
 /* Free what is held. 0 or -1. */
-int deferred_free_settle(struct deferred_free *deferred);
+int deferred_free_flush(struct deferred_free *deferred);
 /* `buffer` is wanted again: its memory is handed over as it is, if it is held. 0 or -1. */
 int deferred_free_take_back(struct deferred_free *deferred, struct buffer *buffer);
 /* `buffer` ends, or is to be taken anew: its memory goes, if it is held. 0 or -1. */

@@ -33,7 +33,7 @@ class Segment(ShardedModule):
 
     @property
     def _whole(self) -> ShardedModule:
-        fsdp_module = self._unit_around
+        fsdp_module = self._enclosing_unit
         assert fsdp_module is not None
         return fsdp_module
 

@@ -165,7 +165,7 @@ class ShardedModule(nn.Module, _FSDPState):
         summon_full_params it is what check_is_root() says.
         """
         decided = self._decided_is_root
-        return self._unit_around is None if decided is None and "_was_summoned" in vars(self) else decided
+        return self._enclosing_unit is None if decided is None and "_was_summoned" in vars(self) else decided
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
@@ -182,7 +182,7 @@ class ShardedModule(nn.Module, _FSDPState):
         return self._said_is_root if "_said_is_root" in vars(self) else self._unit.is_root
 
     @property
-    def _unit_around(self) -> ShardedModule | None:
+    def _enclosing_unit(self) -> ShardedModule | None:
         return None if self._enclosing is None else self._enclosing()
 
     @property
@@ -215,7 +215,7 @@ class ShardedModule(nn.Module, _FSDPState):
         Asking decides nothing.
         """
         decided = self._decided_is_root
-        return self._unit_around is None if decided is None else decided
+        return self._enclosing_unit is None if decided is None else decided
 
     def _assert_state(self, state: TrainingState | list[TrainingState]) -> None:
         """ValueError unless the unit is in the given state, or in one of them."""
@@ -292,14 +292,14 @@ def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]
     (parity 33), and the names of those from each."""
     inside: set[nn.Module] = set()
     found: dict[ShardedModule, list[str]] = {}
-    outer = fsdp_module._unit_around
+    outer = fsdp_module._enclosing_unit
     while outer is not None:
         inside = inside or set(fsdp_module.modules())
         for part in parts_of(outer):
             params = [] if part._handle is None else part._handle.managed_params
             if names := [param.fqn for param in params if param.module in inside]:
                 found[part] = names
-        outer = outer._unit_around
+        outer = outer._enclosing_unit
     return found
 
 

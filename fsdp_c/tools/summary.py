@@ -300,7 +300,7 @@ def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> 
     places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
     roots: list[ShardedModule] = []
     for path, fsdp_module in found:
-        around = fsdp_module._unit_around
+        around = fsdp_module._enclosing_unit
         parent = None if around is None else places.get(around)
         roots.append(fsdp_module if parent is None else roots[parent])
         unit = _of_unit(fsdp_module, clean_path(path), parent, roots[-1]._exec_order_data)

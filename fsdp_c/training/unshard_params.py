@@ -58,7 +58,7 @@ def _idle_holders_around(fsdp_modules: list[ShardedModule]) -> list[ShardedModul
     members = set(fsdp_modules)
     found: dict[ShardedModule, None] = {}
     for fsdp_module in fsdp_modules:
-        if fsdp_module._unit_around not in members:
+        if fsdp_module._enclosing_unit not in members:
             found.update(dict.fromkeys(holders_around(fsdp_module)))
     return [holder for holder in found if handle_of(holder).training_state == _C.USE_IDLE]
 

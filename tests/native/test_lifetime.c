@@ -51,14 +51,14 @@ int unit_gather_and_wait(struct unit *unit) {
     return unit_gather(unit);
 }
 
-int unit_keep_node_parts(struct unit *unit) {
-    unit->handle->storage.copy->node_part.allocated =
-        !unit->is_root && storage_keeps_node_parts(&unit->handle->storage);
+int unit_keep_secondary_shards(struct unit *unit) {
+    unit->handle->storage.copy->secondary_shard.allocated =
+        !unit->is_root && storage_keeps_secondary_shards(&unit->handle->storage);
     return 0;
 }
 
-int unit_forget_node_parts(struct unit *unit) {
-    unit->handle->storage.copy->node_part.allocated = false;
+int unit_forget_secondary_shards(struct unit *unit) {
+    unit->handle->storage.copy->secondary_shard.allocated = false;
     return 0;
 }
 
@@ -77,11 +77,11 @@ int schedule_begin_step(struct schedule *schedule) {
 
 int schedule_give_back(struct schedule *schedule) {
     CHECK(schedule == &runtime.schedule);
-    strncat(said, " settle", sizeof said - strlen(said) - 1);
+    strncat(said, " flush", sizeof said - strlen(said) - 1);
     return 0;
 }
 
-int schedule_settle(struct schedule *schedule) {
+int schedule_flush(struct schedule *schedule) {
     return schedule_give_back(schedule);
 }
 
@@ -149,29 +149,29 @@ int layer_calls_place(struct layer_calls *layers, bool training) {
     return 0;
 }
 
-int edits_check_views(struct edits *edits) {
-    (void)edits;
+int writeback_check_views(struct writeback *writeback) {
+    (void)writeback;
     return 0;
 }
 
-int edits_take_over_views(struct edits *edits) {
-    (void)edits;
+int writeback_take_over_views(struct writeback *writeback) {
+    (void)writeback;
     return 0;
 }
 
-int edits_take_over_writes(struct edits *edits) {
-    return edits_take_over_views(edits);
+int writeback_take_over_writes(struct writeback *writeback) {
+    return writeback_take_over_views(writeback);
 }
 
-int storage_keep_node_part(struct storage *storage) {
+int storage_keep_secondary_shard(struct storage *storage) {
     (void)storage;
     return 0;
 }
 
 static int64_t num_writes; /* of each unit */
 
-int64_t edits_count_writes(const struct edits *edits) {
-    (void)edits;
+int64_t writeback_count_writes(const struct writeback *writeback) {
+    (void)writeback;
     return num_writes;
 }
 
@@ -279,13 +279,13 @@ static void test_full_shard_frees_each_unit_but_the_root_after_its_forward(void)
     forward(true);
     CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3"));
     backward();
-    CHECK(it_said("gather3 free3 settle gather2 free2 settle gather1 free1 settle free0 settle"));
+    CHECK(it_said("gather3 free3 flush gather2 free2 flush gather1 free1 flush free0 flush"));
 }
 
 static void test_without_a_backward_to_come_all_is_freed_and_nothing_held_back(void) {
     build(SHARD_GRAD_OP, PREFETCH_BACKWARD_PRE, false);
     forward(false);
-    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0 settle"));
+    CHECK(it_said("gather0 gather1 free1 gather2 free2 gather3 free3 free0 flush"));
 }
 
 static void test_shard_grad_op_keeps_each_unit_for_its_backward(void) {
@@ -293,7 +293,7 @@ static void test_shard_grad_op_keeps_each_unit_for_its_backward(void) {
     forward(true);
     CHECK(it_said("gather0 gather1 gather2 gather3"));
     backward();
-    CHECK(it_said("free3 settle free2 settle free1 settle free0 settle"));
+    CHECK(it_said("free3 flush free2 flush free1 flush free0 flush"));
 }
 
 static void test_under_no_sync_a_strategy_that_keeps_parameters_stays_gathered(void) {
@@ -318,7 +318,7 @@ static void test_copies_of_what_is_not_sharded_are_freed_at_once(void) {
 static void keep_in_nodes(void) {
     static char source;
     for (int i = 0; i < UNITS; i++)
-        handles[i].storage.copy->node_source = (PyObject *)&source; /* is not followed */
+        handles[i].storage.copy->secondary_source = (PyObject *)&source; /* is not followed */
 }
 
 static void test_what_a_node_keeps_is_gathered_by_the_backward_alone(void) {
@@ -329,13 +329,13 @@ static void test_what_a_node_keeps_is_gathered_by_the_backward_alone(void) {
         CHECK(it_said(step == 0 ? "gather0 gather1 free1 gather2 free2 gather3 free3"
                                 : "gather0 gather1 gather2 free1 gather3 free2 free3"));
         backward();
-        CHECK(it_said("within3 within2 free3 settle within1 free2 settle free1 settle free0 settle"));
+        CHECK(it_said("within3 within2 free3 flush within1 free2 flush free1 flush free0 flush"));
         end_backward();
     }
     forward(true); /* no backward follows: the next forward is of other parameters */
     said[0] = '\0';
     forward(false);
-    CHECK(it_said("free0 gather0 gather1 gather2 free1 gather3 free2 free3 free0 settle"));
+    CHECK(it_said("free0 gather0 gather1 gather2 free1 gather3 free2 free3 free0 flush"));
 }
 
 static void test_a_forward_gathers_anew_what_one_without_backward_has_left(void) {
@@ -362,7 +362,7 @@ static void test_what_was_gathered_ahead_in_vain_is_freed_with_the_forward(void)
     end_backward();
     said[0] = '\0';
     forward_from(3, false); /* 1 is expected after the root, and 2 and 3 after that */
-    CHECK(it_said("gather0 gather1 gather3 free3 free0 free1 settle"));
+    CHECK(it_said("gather0 gather1 gather3 free3 free0 free1 flush"));
     CHECK(!units[1].place.prefetched);
 }
 
@@ -400,13 +400,13 @@ static void test_limits_say_how_many_units_are_gathered_ahead(void) {
     forward(true);
     said[0] = '\0';
     backward();
-    CHECK(it_said("gather3 gather2 gather1 free3 settle free2 settle free1 settle free0 settle"));
+    CHECK(it_said("gather3 gather2 gather1 free3 flush free2 flush free1 flush free0 flush"));
     end_backward();
     order_set_limits(&runtime.order, 0, 2);
     forward(true);
     CHECK(it_said("gather0 gather1 gather2 gather3 free1 free2 free3"));
     backward();
-    CHECK(it_said("gather3 free3 settle gather2 free2 settle gather1 free1 settle free0 settle"));
+    CHECK(it_said("gather3 free3 flush gather2 free2 flush gather1 free1 flush free0 flush"));
 }
 
 static void test_after_a_unit_the_next_is_gathered_before_its_memory_goes(void) {
@@ -414,7 +414,7 @@ static void test_after_a_unit_the_next_is_gathered_before_its_memory_goes(void) 
     forward(true);
     said[0] = '\0';
     backward();
-    CHECK(it_said("gather3 free3 gather2 settle free2 gather1 settle free1 settle free0 settle"));
+    CHECK(it_said("gather3 free3 gather2 flush free2 gather1 flush free1 flush free0 flush"));
 }
 
 static void test_a_frozen_unit_is_given_back_once_amid_its_backward(void) {
@@ -426,7 +426,7 @@ static void test_a_frozen_unit_is_given_back_once_amid_its_backward(void) {
     CHECK_EQUAL(unit_unshard_for_backward(&units[3]), 0);
     CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
     CHECK_EQUAL(unit_reshard_only(&units[3]), 0);
-    CHECK(it_said("gather3 free3 settle"));
+    CHECK(it_said("gather3 free3 flush"));
 }
 
 static void test_a_backward_that_ends_leaves_nothing_gathered(void) {
@@ -474,10 +474,10 @@ static void test_optional_units_come_and_go_with_the_unit_around_them(void) {
         build(FULL_SHARD, PREFETCH_BACKWARD_PRE, true);
         optional_step(runs);
         CHECK(it_said("gather0 gather1 gather2 gather3 free3 free1 free2 | "
-                      "gather1 gather2 gather3 free3 settle free1 settle free2 settle free0 settle"));
+                      "gather1 gather2 gather3 free3 flush free1 flush free2 flush free0 flush"));
         build(SHARD_GRAD_OP, PREFETCH_BACKWARD_POST, false);
         optional_step(runs);
-        CHECK(it_said("gather0 gather1 gather2 gather3 | free3 settle free1 settle free2 settle free0 settle"));
+        CHECK(it_said("gather0 gather1 gather2 gather3 | free3 flush free1 flush free2 flush free0 flush"));
     }
 }
 

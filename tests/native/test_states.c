@@ -123,13 +123,13 @@ static void begin(void) {
     handle.layer_calls = (struct layer_calls){.all = &layer, .count = 1, .placed = true};
     begin_param();
     handle.slots.count = 3;
-    handle.edits.storage = &handle.storage;
-    handle.edits.slots = &handle.slots;
-    handle.edits.param = &handle.param;
+    handle.writeback.storage = &handle.storage;
+    handle.writeback.slots = &handle.slots;
+    handle.writeback.param = &handle.param;
     handle.storage.local_shard = &shard;
     handle.storage.copies[0].full.tensor = &full;
     attributes = (struct entries){.names = {"_local_shard", "_full_param_padded"}, .values = {&shard, &full}};
-    handle.published.dict = (PyObject *)&attributes;
+    handle.attributes.dict = (PyObject *)&attributes;
     handle.storage.param = handle.slots.param = handle.gradients.param = &handle.param;
     handle.gradients.storage = &handle.storage;
     handle.storage.copy = handle.storage.copies;
@@ -395,17 +395,17 @@ static void publish_a_copy_of_low_precision(void) {
 }
 
 static void take_changes_over_while_gathered(void) {
-    handle.edits.taken = true;
+    handle.writeback.taken = true;
     handle.storage.param_state = PARAM_UNSHARDED;
 }
 
 static void look_at_a_parameter_that_is_not_there(void) {
-    handle.edits.unheld_turn = 2;
+    handle.writeback.unheld_turn = 2;
 }
 
 static void follow_edits_of_another_handle(void) {
     static struct storage stranger;
-    handle.edits.storage = &stranger;
+    handle.writeback.storage = &stranger;
 }
 
 static void offload_a_gradient_that_stays(void) {
@@ -647,9 +647,9 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {publish_another_shard, "_local_shard"},
         {publish_no_full_parameter, "_full_param_padded"},
         {publish_a_copy_of_low_precision, "_mp_shard"},
-        {take_changes_over_while_gathered, "!edits->taken"},
-        {look_at_a_parameter_that_is_not_there, "edits->unheld_turn"},
-        {follow_edits_of_another_handle, "handle->edits.storage"},
+        {take_changes_over_while_gathered, "!writeback->taken"},
+        {look_at_a_parameter_that_is_not_there, "writeback->unheld_turn"},
+        {follow_edits_of_another_handle, "handle->writeback.storage"},
         {offload_a_gradient_that_stays, "!gradients->offloaded"},
         {summon_without_saying_so, "!handle->summon.full"},
         {receive_gradients_of_another_handle, "handle->gradients.param"},
@@ -675,9 +675,9 @@ static void test_a_broken_invariant_ends_the_process_and_is_named(void) {
         {limit_more_than_there_is_room_for, "<= LIMITER_DEPTH"},
         {limit_more_than_was_freed, "<= schedule->num_frees"},
         {keep_the_output_of_a_reduction_that_is_over, "schedule->all_reducing ||"},
-        {leave_gradients_packed, "schedule_is_settled("},
-        {hold_back_a_buffer, "schedule_is_settled("},
-        {leave_an_all_reduce_in_flight, "schedule_is_settled("},
+        {leave_gradients_packed, "schedule_is_flushed("},
+        {hold_back_a_buffer, "schedule_is_flushed("},
+        {leave_an_all_reduce_in_flight, "schedule_is_flushed("},
         {replace_an_operation_in_name_alone, "!memcmp(&expected"},
         {call_what_was_put_nowhere, "!memcmp(&expected"},
         {leave_out_an_operation, "!memcmp(&expected"},

@@ -1,0 +1,426 @@
+/* What the user replaced between steps is taken over before the next all-gather (C-130 to C-136). */
+#include "handle/writeback.h"
+
+#include "handle/unit_error.h"
+#include "torch/names.h"
+#include "torch/tensor.h"
+
+void writeback_bind(struct writeback *writeback, const struct flat_param *param, const struct storage *storage,
+                    const struct slots *slots, struct gradients *gradients, const enum training_state *use) {
+    writeback->param = param;
+    writeback->storage = storage;
+    writeback->slots = slots;
+    writeback->gradients = gradients;
+    writeback->use = use;
+}
+
+/* ---- original parameters ---- */
+
+static const char *expected_data(const struct writeback *writeback, int64_t param) {
+    const struct layout_shard_range *range = &writeback->param->layout.shard_ranges[param];
+    int64_t offset =
+        writeback->param->sharded ? range->offset_in_shard : layout_param_offset(&writeback->param->layout, param);
+    return (const char *)writeback->storage->local_view.data +
+           offset * dtype_nbytes(writeback->storage->local_view.dtype);
+}
+
+static int refuse_shape(struct writeback *writeback, int64_t param, PyObject *value, int64_t want) {
+    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
+    PyErr_Format(PyExc_RuntimeError,
+                 "Cannot writeback when the parameter shape changes: %S of unit %S has shape (%lld,) on rank %lld, "
+                 "this rank's part of it, but the new value has %S. Change full parameters inside "
+                 "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+                 fqn, writeback->param->name, (long long)want, (long long)writeback->param->layout.rank,
+                 shape ? shape : Py_None);
+    Py_XDECREF(shape);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+static int check_shape(struct writeback *writeback, int64_t param, PyObject *value, const struct tensor_view *view) {
+    int64_t want = writeback->param->layout.shard_ranges[param].numel_in_shard, numel = tensor_view_numel(view);
+    if (!writeback->param->sharded)
+        want = layout_param_numel(&writeback->param->layout, param);
+    if (numel == want && (!writeback->param->sharded || view->ndim == 1))
+        return 0;
+    return refuse_shape(writeback, param, value, want);
+}
+
+int writeback_warn(struct writeback *writeback, int64_t param, const char *what, PyObject *value) {
+    if (!writeback->param->verbose)
+        return 0;
+    PyObject *shape = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttrString(value, "shape");
+    PyObject *device = value == Py_None ? Py_NewRef(Py_None) : PyObject_GetAttr(value, torch_names.device);
+    PyObject *fqn = flat_param_fqn(writeback->param, param);
+    int result = -1;
+    if (shape && device)
+        result = PyErr_WarnFormat(
+            PyExc_UserWarning, 1,
+            "[Rank %lld] %s needs writeback in HandleTrainingState.%s: %S of unit %S, shape=%S device=%S, expected "
+            "device=%S",
+            (long long)writeback->param->layout.rank, what, training_state_name(*writeback->use), fqn,
+            writeback->param->name, shape, device, writeback->param->device);
+    Py_XDECREF(shape);
+    Py_XDECREF(device);
+    Py_DECREF(fqn);
+    return result;
+}
+
+/* `value` is the parameter from now on. */
+static int keep_object(struct writeback *writeback, int64_t param, PyObject *value) {
+    if (PyList_GetItem(writeback->param->params, param) == value)
+        return 0;
+    if (PyList_SetItem(writeback->param->params, param, Py_NewRef(value)) < 0)
+        return -1;
+    return PyObject_SetAttrString(value, "_fsdp_flattened", Py_True);
+}
+
+/* shard part <- value, then value.data = shard part, and `value` is the parameter from now on. */
+static int take_over(struct writeback *writeback, int64_t param, PyObject *value) {
+    PyObject *source = torch_data(value), *part = NULL, *copied = NULL;
+    int64_t offset = (expected_data(writeback, param) - (const char *)writeback->storage->local_view.data) /
+                     dtype_nbytes(writeback->storage->local_view.dtype);
+    int64_t numel = writeback->param->sharded ? writeback->param->layout.shard_ranges[param].numel_in_shard
+                                              : layout_param_numel(&writeback->param->layout, param);
+    PyObject *flat_shape = Py_BuildValue("(L)", (long long)numel);
+    PyObject *shape = writeback->param->sharded ? flat_shape : PyTuple_GetItem(writeback->param->shapes, param);
+    PyObject *strides = writeback->param->sharded ? Py_None : PyTuple_GetItem(writeback->param->strides, param);
+    int result = -1;
+    if (source && flat_shape)
+        part = torch_view(writeback->storage->local_shard, offset, numel, shape, strides);
+    writeback->copied = true;
+    if (part)
+        copied = PyObject_CallMethod(part, "copy_", "(O)", source);
+    if (copied)
+        result = torch_set_data(value, part);
+    if (!result)
+        result = keep_object(writeback, param, value);
+    Py_XDECREF(source);
+    Py_XDECREF(part);
+    Py_XDECREF(copied);
+    Py_XDECREF(flat_shape);
+    return result;
+}
+
+static int take_back_param(struct writeback *writeback, int64_t param) {
+    PyObject *value = slots_value(writeback->slots, param);
+    struct tensor_view view;
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    bool same = value == PyList_GetItem(writeback->param->params, param);
+    if (same && (view.data == (void *)expected_data(writeback, param) || tensor_view_numel(&view) == 0))
+        return 0;
+    if (writeback_warn(writeback, param, "Parameter", value) < 0)
+        return -1;
+    if (check_shape(writeback, param, value, &view) < 0)
+        return -1;
+    return take_over(writeback, param, value);
+}
+
+/* ---- parameters that lie in other shards alone (parity 20) ---- */
+
+static bool is_held(const struct writeback *writeback, int64_t param) {
+    return !writeback->param->sharded || writeback->param->layout.shard_ranges[param].in_shard;
+}
+
+static int refuse_unheld(struct writeback *writeback, int64_t param, PyObject *value) {
+    PyObject *shape = PyObject_GetAttrString(value, "shape"), *fqn = flat_param_fqn(writeback->param, param);
+    PyErr_Format(
+        PyExc_RuntimeError,
+        "Cannot writeback when the parameter shape changes: %S of unit %S was given data of shape %S, and rank %lld "
+        "holds none of the parameter, so that the edit would be lost. Change parameters inside "
+        "FullyShardedDataParallel.summon_full_params(module, writeback=True).",
+        fqn, writeback->param->name, shape ? shape : Py_None, (long long)writeback->param->layout.rank);
+    Py_XDECREF(shape);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+/* It is shown without elements; what has some was put there. */
+static int check_unheld(struct writeback *writeback, int64_t param, PyObject *value) {
+    struct tensor_view view;
+    if (tensor_view_of(value, &view) < 0)
+        return -1;
+    return tensor_view_numel(&view) ? refuse_unheld(writeback, param, value) : keep_object(writeback, param, value);
+}
+
+/* A new object is seen at once, new data of the same object in one parameter per gather, in turn: most parameters lie
+ * elsewhere, and asking each for its size would be a third of the host work of a step. */
+static int look_at_unheld(struct writeback *writeback, int64_t param, bool in_turn) {
+    PyObject *value = slots_value(writeback->slots, param);
+    if (!value)
+        return PyErr_Occurred() ? -1 : 0; /* deregistered */
+    if (!in_turn && value == PyList_GetItem(writeback->param->params, param))
+        return 0;
+    return check_unheld(writeback, param, value);
+}
+
+/* The next one whose turn it is, or -1 when this rank has a part of all. */
+static int64_t next_unheld(struct writeback *writeback) {
+    for (int64_t i = 1; i <= writeback->param->num_params; i++) {
+        int64_t param = (writeback->unheld_turn + i) % writeback->param->num_params;
+        if (!is_held(writeback, param))
+            return writeback->unheld_turn = param;
+    }
+    return -1;
+}
+
+int writeback_check_unheld(struct writeback *writeback) {
+    if (!writeback->param->use_orig_params || writeback->slots->shown != SHOWN_SHARDED ||
+        writeback->param->skip_writeback_check)
+        return 0;
+    for (int64_t i = 0; i < writeback->param->num_params; i++)
+        if (!is_held(writeback, i) && look_at_unheld(writeback, i, true) < 0)
+            return -1;
+    return 0;
+}
+
+/* ---- all parameters ---- */
+
+static int check_shared(struct writeback *writeback, const struct slot *slot) {
+    PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
+    const struct slot *primary = &writeback->slots->all[slot->param];
+    if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
+        return PyErr_Occurred() ? -1 : 0;
+    PyErr_Format(
+        PyExc_NotImplementedError,
+        "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and %S were one when the unit was "
+        "wrapped and are two now. Untie parameters before wrapping.",
+        (long long)writeback->param->layout.rank, writeback->param->name, primary->name, slot->name);
+    return -1;
+}
+
+/* Sharded parameters as the user left them go into the shard that they were shown from. */
+int writeback_take_over_params(struct writeback *writeback) {
+    if (!writeback->param->use_orig_params || writeback->slots->shown != SHOWN_SHARDED ||
+        writeback->param->skip_writeback_check)
+        return 0;
+    int64_t turn = next_unheld(writeback);
+    for (int64_t i = 0; i < writeback->param->num_params; i++)
+        if ((is_held(writeback, i) ? take_back_param(writeback, i) : look_at_unheld(writeback, i, i == turn)) < 0)
+            return -1;
+    for (int64_t i = writeback->param->num_params; i < writeback->slots->count; i++)
+        if (check_shared(writeback, &writeback->slots->all[i]) < 0)
+            return -1;
+    return 0;
+}
+
+int64_t writeback_count_writes(const struct writeback *writeback) {
+    if (!writeback->param->use_orig_params)
+        return torch_version(writeback->param->tensor);
+    int64_t sum = 0;
+    for (int64_t i = 0; i < writeback->param->num_params; i++) {
+        int64_t version = torch_version(PyList_GetItem(writeback->param->params, i));
+        if (version < 0)
+            return -1;
+        sum += version;
+    }
+    return sum;
+}
+
+/* ---- views that stay between forward and backward ---- */
+
+/* Where the view is of a lower precision than the shard, what was not written keeps its bits. New reference. */
+static PyObject *written_part(const struct writeback *writeback, PyObject *part, PyObject *view) {
+    if (!writeback->storage->copy->low_precision)
+        return Py_NewRef(view);
+    PyObject *own = PyObject_CallMethod(part, "to", "O", writeback->param->device);
+    PyObject *cast = own ? PyObject_CallMethod(own, "to", "O", writeback->storage->copy->dtype) : NULL;
+    PyObject *differs = cast ? PyObject_CallMethod(view, "ne", "O", cast) : NULL;
+    PyObject *wide = differs ? PyObject_CallMethod(view, "to", "O", writeback->storage->orig_dtype) : NULL;
+    PyObject *result = wide ? PyObject_CallMethod(wide, "where", "OO", differs, own) : NULL;
+    Py_XDECREF(own);
+    Py_XDECREF(cast);
+    Py_XDECREF(differs);
+    Py_XDECREF(wide);
+    return result;
+}
+
+/* Where this rank's part of the parameter lies in the shard, and in `own_part` of what is gathered. */
+static struct layout_shard_range held_range(const struct writeback *writeback, int64_t param) {
+    const struct flat_layout *layout = &writeback->param->layout;
+    if (writeback->param->sharded)
+        return layout->shard_ranges[param];
+    return (struct layout_shard_range){.in_shard = true,
+                                       .offset_in_shard = layout_param_offset(layout, param),
+                                       .numel_in_shard = layout_param_numel(layout, param)};
+}
+
+static int take_over_view(struct writeback *writeback, int64_t param) {
+    struct layout_shard_range range = held_range(writeback, param);
+    if (!range.in_shard)
+        return 0;
+    PyObject *part = torch_part(writeback->storage->local_shard, range.offset_in_shard, range.numel_in_shard);
+    PyObject *view = torch_part(writeback->storage->copy->own_part, range.offset_in_shard, range.numel_in_shard);
+    PyObject *value = part && view ? written_part(writeback, part, view) : NULL;
+    PyObject *copied = value ? PyObject_CallMethod(part, "copy_", "O", value) : NULL;
+    writeback->copied = true;
+    Py_XDECREF(part);
+    Py_XDECREF(view);
+    Py_XDECREF(value);
+    Py_XDECREF(copied);
+    return copied ? 0 : -1;
+}
+
+/* `*last`: the last parameter that was written to, or as it was. */
+static int take_over_views(struct writeback *writeback, int64_t *last) {
+    int any = 0;
+    for (int64_t i = 0; i < writeback->param->num_params; i++) {
+        int written = storage_take_written(writeback->storage, i);
+        if (written < 0 || (written && take_over_view(writeback, i) < 0))
+            return -1;
+        if (written)
+            *last = i;
+        any = any || written;
+    }
+    return any;
+}
+
+int writeback_take_over_views(struct writeback *writeback) {
+    int64_t last;
+    return take_over_views(writeback, &last);
+}
+
+/* ---- what a forward writes ---- */
+
+/* [Note: writes in a forward] Each view counts for itself how often it was written to: parameters are apart from each other for autograd,
+ * too. To ask all of them costs a tenth of the host work of a step. So a unit is asked after its first forwards, after each one
+ * once any has written, and of the others after every 64th: a unit that begins late is told that what it wrote before is lost. */
+enum { FIRST_FORWARDS = 2, FORWARDS_BETWEEN = 64 };
+
+static int refuse_late_write(const struct writeback *writeback, int64_t param) {
+    PyObject *fqn = flat_param_fqn(writeback->param, param);
+    unit_error(PyExc_RuntimeError, writeback->param->layout.rank, writeback->param->name,
+               "its forward writes in place to %S, but did not in its first %d forwards, so that "
+               "parameters were not looked at and what it wrote in the last %d may be lost. From now on writes are "
+               "kept. Have it write in one of its first forwards as well, if only the values that are there, or keep "
+               "in a buffer what a forward changes.",
+               fqn, FIRST_FORWARDS, FORWARDS_BETWEEN);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+int writeback_take_over_writes(struct writeback *writeback) {
+    int64_t count = writeback->num_forwards[torch_grad_enabled()]++, last;
+    bool expected = writeback->forward_writes || count < FIRST_FORWARDS;
+    if (!expected && count % FORWARDS_BETWEEN)
+        return 0;
+    int written = take_over_views(writeback, &last);
+    if (written > 0)
+        writeback->forward_writes = true;
+    return written > 0 && !expected ? refuse_late_write(writeback, last) : written;
+}
+
+/* ---- views that are replaced ---- */
+
+static int refuse_changed_view(struct writeback *writeback, const struct slot *slot) {
+    PyObject *fqn = flat_param_fqn(writeback->param, slot->param);
+    PyErr_Format(PyExc_AssertionError,
+                 "FSDP does not support changing the parameters between forward and backward for strategies that do "
+                 "not reshard after forward (rank %lld, unit %S): %S was replaced. Change it after the backward.",
+                 (long long)writeback->param->layout.rank, writeback->param->name, fqn);
+    Py_DECREF(fqn);
+    return -1;
+}
+
+int writeback_check_views(struct writeback *writeback) {
+    if (!writeback->param->use_orig_params || writeback->slots->shown != SHOWN_VIEWS ||
+        writeback->param->skip_writeback_check)
+        return 0;
+    const char *full = writeback->storage->copy->is_local ? writeback->storage->local_view.data
+                                                          : writeback->storage->copy->full.view.data;
+    for (int64_t i = 0; i < writeback->slots->count; i++) {
+        const struct slot *slot = &writeback->slots->all[i];
+        PyObject *value = PyDict_GetItemWithError(slot->parameters, slot->name);
+        int64_t offset = layout_param_offset(&writeback->param->layout, slot->param);
+        struct tensor_view view;
+        if (!value && PyErr_Occurred())
+            return -1;
+        if (!value || !layout_param_numel(&writeback->param->layout, slot->param))
+            continue;
+        if (tensor_view_of(slots_local_value(writeback->slots, value), &view) < 0)
+            return -1;
+        if ((const char *)view.data != full + offset * dtype_nbytes(writeback->storage->copy->kind))
+            return refuse_changed_view(writeback, slot);
+    }
+    return 0;
+}
+
+/* ---- gradients ---- */
+
+/* What the user did to one gradient goes into the flat gradient: None is zero there, another tensor's values are copied. */
+static int collect_param_grad(struct writeback *writeback, PyObject *flat_grad, const struct tensor_view *flat,
+                              int64_t param, PyObject *grad) {
+    int64_t offset = gradients_offset(writeback->gradients, param);
+    struct tensor_view view;
+    if (offset < 0)
+        return 0;
+    if (grad != Py_None) {
+        if (tensor_view_of(grad, &view) < 0)
+            return gradients_refuse(writeback->gradients, param);
+        if ((const char *)view.data == (const char *)flat->data + offset * dtype_nbytes(flat->dtype))
+            return 0;
+    }
+    if (grad == Py_None && gradients_note_hidden(writeback->gradients, param) < 0)
+        return -1;
+    if (writeback_warn(writeback, param, "Gradient", grad) < 0 ||
+        gradients_forget_reduced(writeback->gradients, param) < 0)
+        return -1;
+    PyObject *part = gradients_part(writeback->gradients, flat_grad, param), *done = NULL;
+    if (part)
+        done =
+            grad == Py_None ? PyObject_CallMethod(part, "zero_", NULL) : PyObject_CallMethod(part, "copy_", "O", grad);
+    int result = done ? 0 : -1;
+    if (!result && grad != Py_None) /* what comes to .grad from now on is not there yet */
+        result = torch_set_foreign_grad(PyList_GetItem(writeback->param->params, param), part);
+    Py_XDECREF(part);
+    Py_XDECREF(done);
+    return result;
+}
+
+/* 1 when some original parameter has a gradient, 0 when none has, -1 on error. */
+static int any_param_grad(struct writeback *writeback) {
+    for (int64_t i = 0; i < writeback->param->num_params; i++) {
+        if (gradients_offset(writeback->gradients, i) < 0)
+            continue;
+        PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
+        if (!grad)
+            return -1;
+        bool some = grad != Py_None;
+        Py_DECREF(grad);
+        if (some)
+            return 1;
+    }
+    return 0;
+}
+
+static int collect_all(struct writeback *writeback) {
+    struct tensor_view view;
+    PyObject *flat_grad = gradients_flat_or_zeros(writeback->gradients);
+    int result = flat_grad ? tensor_view_of(flat_grad, &view) : -1;
+    for (int64_t i = 0; !result && i < writeback->param->num_params; i++) {
+        PyObject *grad = torch_get_grad(PyList_GetItem(writeback->param->params, i));
+        result = grad ? collect_param_grad(writeback, flat_grad, &view, i, grad) : -1;
+        Py_XDECREF(grad);
+    }
+    Py_XDECREF(flat_grad);
+    return result;
+}
+
+int writeback_collect_grads(struct writeback *writeback) {
+    if (writeback->gradients->in_backward)
+        return 0;
+    if (!writeback->param->use_orig_params) {
+        PyObject *grad = torch_get_grad(writeback->param->tensor);
+        if (!grad)
+            return -1;
+        Py_DECREF(grad);
+        return grad == Py_None ? gradients_drop_shown(writeback->gradients) : 0;
+    }
+    int some = any_param_grad(writeback);
+    if (some < 0)
+        return -1;
+    return some ? collect_all(writeback) : gradients_drop_shown(writeback->gradients);
+}
