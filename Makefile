@@ -30,8 +30,11 @@ ASAN_TESTS ?= tests/unit tests/native tests/distributed tests/faults/test_every_
     tests/faults/test_threads.py --ignore tests/native/test_cuda.py \
     --deselect tests/unit/test_checkpoint_cli.py::test_memory_is_a_few_times_the_largest_tensor_whatever_the_total
 DEBUG_PYTHON ?= python3.11-dbg
-DEBUG_TESTS ?= tests/unit/test_c_objects.py tests/unit/test_one_thread.py tests/unit/test_callbacks.py tests/unit/test_bad_input.py \
-    tests/unit/test_errors.py tests/distributed/test_exceptions.py tests/faults/test_threads.py
+MINOR := 'import sys; print(sys.version_info[:2])'
+RAISING := tests/unit/test_c_objects.py tests/unit/test_one_thread.py tests/unit/test_callbacks.py tests/unit/test_bad_input.py \
+    tests/unit/test_errors.py
+RAISING_ON_RANKS := tests/distributed/test_exceptions.py tests/faults/test_threads.py
+DEBUG_TESTS ?= $(RAISING) $(RAISING_ON_RANKS)
 
 help:
 	@echo 'make demo          train the example language model on $(RANKS) ranks (DEMO_FLAGS="--strategy shard_grad_op ...")'
@@ -123,6 +126,10 @@ test-rest: build $(VENV)/.dev
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
 	$(BIN)/python -m tests.fuzz.checkpoint --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
 	$(BIN)/python -m tests.parity.plain_programs --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
+	@if [ -f "$$(cc -print-file-name=libasan.so)" ]; then \
+	    $(MAKE) test-asan ASAN_TESTS="-n $(WORKERS) --part 4 $(RAISING) $(RAISING_ON_RANKS)"; \
+	else echo 'skipped: the compiler has no AddressSanitizer'; fi
+	$(MAKE) test-debug-python DEBUG_TESTS="$(RAISING)"
 
 test-fast: build $(VENV)/.dev
 	$(PYTEST) tests/unit tests/test_architecture.py
@@ -194,10 +201,12 @@ test-asan: $(VENV)/.installed $(VENV)/.dev
 	    PYTHONMALLOC=malloc $(abspath $(BIN))/python -m pytest $(ASAN_TESTS)
 
 # A debug build checks each result against the exception that is set, references and the interpreter's lock. torch and the extension of
-# the .venv load into one of the same version: Debian's python3.11-dbg for 3.11.
+# the .venv load into one of the same version: Debian's python3.11-dbg for 3.11. Without one nothing is run.
 test-debug-python: build $(VENV)/.dev
-	PYTHONPATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
-	    $(DEBUG_PYTHON) -X dev -W ignore -m pytest -p no:cacheprovider $(DEBUG_TESTS)
+	@if [ "$$($(DEBUG_PYTHON) -c $(MINOR) 2>/dev/null)" = "$$($(BIN)/python -c $(MINOR))" ]; then set -x; \
+	    PYTHONPATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') \
+	        $(DEBUG_PYTHON) -X dev -W ignore -m pytest -p no:cacheprovider $(DEBUG_TESTS); \
+	else echo 'skipped: no $(DEBUG_PYTHON), or another version than that of $(VENV)'; fi
 
 # For another processor than this one, emulated. What it needs: tests/aarch64/run.
 test-aarch64: $(VENV)/.dev
