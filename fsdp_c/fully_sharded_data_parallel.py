@@ -44,7 +44,7 @@ from fsdp_c.compat import left_out
 from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
-from fsdp_c.sharding import agreement, buffers, construction, grouping, materialization
+from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
 from fsdp_c.sharding.node_groups import node_group
 from fsdp_c.sharding.optional import is_marked, optional_units
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(ShardedModule):
         construction.warn_of_useless_unit(module)
         ignored = construction.resolve_ignored_states(tree, ignored_modules, ignored_states)
         device = construction.resolve_device(tree, ignored.params, device_id)
-        construction.annotate_for_dynamo(tree, ignored.modules, use_orig_params)
+        compiling.annotate(tree, ignored.modules, use_orig_params)
         groups = construction.resolve_process_groups(
             process_group, sharding_strategy, device_mesh, auto_wrap_policy is not None, device
         )
@@ -408,7 +408,7 @@ class FullyShardedDataParallel(ShardedModule):
         if self._unit.runtime is None:
             # tensors that later steps write must not be inference tensors, whatever the first forward runs under
             with torch.inference_mode(False), torch.no_grad():
-                construction.eager(FullyShardedDataParallel._init_tree)(self, alone)
+                compiling.eager(FullyShardedDataParallel._init_tree)(self, alone)
 
     def _init_tree(self, alone: bool) -> None:
         modules = cast("list[tuple[str, FullyShardedDataParallel]]", units_with_paths(self))

@@ -1,15 +1,13 @@
 """What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
 
 import atexit
-import functools
-import importlib
 import numbers
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +31,6 @@ from fsdp_c.sharding.sharded_module import claimed_units, is_sharded_module
 from fsdp_c.sharding.traversal import Subtree, clean_name, is_composable, is_unit, joined
 
 CPU = torch.device("cpu")
-T = TypeVar("T")
 
 
 # ---- arguments of the wrong type
@@ -212,27 +209,6 @@ def _split_ignored(
     if states is None:
         expected, remedy = "nn.Module", "pass parameters as ignored_states"
     raise ValueError(f"{name} expects {expected} list elements but got types {types}: {remedy}")
-
-
-@functools.cache
-def _skip_in_dynamo() -> None:
-    """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
-    importlib.import_module("torch._dynamo.trace_rules").add("fsdp_c")
-
-
-@functools.cache
-def eager(function: Callable[..., T]) -> Callable[..., T]:
-    """``function``, of which torch.compile compiles nothing: not even what it calls of Python's library."""
-    return cast("Callable[..., T]", torch.compiler.disable(function))
-
-
-def annotate_for_dynamo(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
-    """Mark the modules whose parameters are views that change from forward to forward."""
-    _skip_in_dynamo()
-    marks = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": use_orig_params}
-    for submodule in (*tree.modules, *tree.units):
-        if submodule not in ignored_modules:
-            vars(submodule).update(marks)
 
 
 # ---- process groups and strategy

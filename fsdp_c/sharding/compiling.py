@@ -1,0 +1,72 @@
+"""What torch.compile does with units: it compiles the modules inside of them, and runs what is ours as it is.
+
+torch._dynamo takes a second and 25 MB to import, which only those pay who compile.
+"""
+
+import functools
+import importlib
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TypeVar, cast
+
+import torch
+import torch.nn as nn
+
+from fsdp_c.sharding.traversal import Subtree
+
+T = TypeVar("T")
+_RULES = "torch._dynamo.trace_rules"  # the module that says which frames are compiled
+_OURS = "fsdp_c"
+
+
+class _WhenRulesCome(importlib.abc.MetaPathFinder):
+    """Adds to the rules as they are imported, however long after the first unit was made. Finds nothing itself."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
+    ) -> ModuleSpec | None:
+        if fullname != _RULES:
+            return None
+        found = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, found), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_add(module: ModuleType) -> None:
+                execute(module)
+                module.add(_OURS)
+                sys.meta_path.remove(self)
+
+            spec.loader.exec_module = execute_and_add  # type: ignore[method-assign]  # of this spec's loader alone
+        return spec
+
+
+@functools.cache
+def _skip_our_frames() -> None:
+    """Have torch.compile run our frames eagerly; what it compiles is the modules inside the units."""
+    if _RULES in sys.modules:
+        importlib.import_module(_RULES).add(_OURS)
+    else:
+        sys.meta_path.insert(0, _WhenRulesCome())
+
+
+def eager(function: Callable[..., T]) -> Callable[..., T]:
+    """``function``, of which torch.compile compiles nothing: not even what it calls of Python's library."""
+    return _disabled(function) if _RULES in sys.modules else function  # without them nothing is being compiled
+
+
+@functools.cache
+def _disabled(function: Callable[..., T]) -> Callable[..., T]:
+    return cast("Callable[..., T]", torch.compiler.disable(function))
+
+
+def annotate(tree: Subtree, ignored_modules: set[nn.Module], use_orig_params: bool) -> None:
+    """Mark the modules whose parameters are views that change from forward to forward."""
+    _skip_our_frames()
+    marks = {"_is_fsdp_managed_module": True, "_fsdp_use_orig_params": use_orig_params}
+    for submodule in (*tree.modules, *tree.units):
+        if submodule not in ignored_modules:
+            vars(submodule).update(marks)

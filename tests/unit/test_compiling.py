@@ -1,0 +1,32 @@
+"""torch._dynamo takes a second to import: it comes with torch.compile alone, and knows of units made before."""
+
+import subprocess
+import sys
+
+UNIT_THEN_COMPILE = """
+import sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+import fsdp_c
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+model = fsdp_c.FullyShardedDataParallel(torch.nn.Linear(2, 2), use_orig_params=True)
+model(torch.ones(1, 2)).sum().backward()
+model.state_dict()
+assert "torch._dynamo" not in sys.modules
+
+compiled = torch.compile(model, backend="eager")
+compiled(torch.ones(1, 2)).sum().backward()
+from torch._dynamo.trace_rules import check_file
+assert check_file(fsdp_c.fully_sharded_data_parallel.__file__).skipped
+from torch._dynamo import utils
+tried = {one.co_filename for one in utils.get_compilation_metrics() if one.co_filename}
+assert tried and not [name for name in tried if "fsdp_c" in name], tried
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("fsdp_c")]
+print("compiled")
+"""
+
+
+def test_dynamo_is_imported_by_torch_compile_and_skips_our_frames():
+    done = subprocess.run([sys.executable, "-c", UNIT_THEN_COMPILE], capture_output=True, text=True)
+    assert done.stdout == "compiled\n", done.stderr
