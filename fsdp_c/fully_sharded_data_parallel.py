@@ -226,9 +226,10 @@ class FullyShardedDataParallel(ShardedModule):
                 "ignored_states": ignored.params,
                 "device_mesh": device_mesh,
             }
-            homes = auto_wrap(
-                tree, auto_wrap_policy, ignored.modules, ignored.params, root_kwargs, FullyShardedDataParallel
-            )
+            with construction.sharing(ignored.params):
+                homes = auto_wrap(
+                    tree, auto_wrap_policy, ignored.modules, ignored.params, root_kwargs, FullyShardedDataParallel
+                )
             tree = Subtree(module, homes=homes)
         self._init_groups(groups)
         name = unit_name(module)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._guards import detect_fake_mode
 
 from fsdp_c.sharding.common import tell
-from fsdp_c.sharding.optional import is_optional
+from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.traversal import clean_path
 
@@ -77,7 +77,8 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     may differ. RuntimeError on every rank, naming the first difference and which ranks have what.
     """
     sharing = [each for each in modules if _shares_groups(each[1], root)] if error is None else []
-    plan = [_unit_plan(path, module, root) for path, module in sharing]
+    optional_paths = OptionalPaths(root)
+    plan = [_unit_plan(path, module, path in optional_paths) for path, module in sharing]
     digest = digest_of(repr(([one.needs() for one in plan], str(error))).encode())
     groups = [group for group in (root.process_group, root._replicate_group) if group is not None and group.size() > 1]
     try:
@@ -92,7 +93,7 @@ def agree(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]], err
     root._agreed_plan = digest
 
 
-def _unit_plan(path: str, module: ShardedModule, root: ShardedModule) -> UnitPlan:
+def _unit_plan(path: str, module: ShardedModule, is_optional: bool) -> UnitPlan:
     handle = handle_of(module)
     flat_param = handle.flat_param
     return UnitPlan(
@@ -105,7 +106,7 @@ def _unit_plan(path: str, module: ShardedModule, root: ShardedModule) -> UnitPla
         f"param_dtype {handle._fwd_bwd_param_dtype}, reduce_dtype {handle._reduce_dtype}",
         module._use_orig_params,
         0 if module._node_group is None else module._node_group.size(),
-        is_optional(root, path),
+        is_optional,
     )
 
 

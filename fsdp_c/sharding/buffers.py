@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from fsdp_c.sharding.sharded_module import ShardedModule, is_sharded_module
-from fsdp_c.sharding.traversal import Subtree, clean_name, clean_path, joined
+from fsdp_c.sharding.traversal import Subtree, clean_name, clean_path, joined, named_buffers
 
 
 def original_dtypes(tree: Subtree) -> dict[str, torch.dtype]:
@@ -26,9 +26,10 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
     ``modules`` in traversal order. Ignored buffers stay as they are.
     """
     visited: set[torch.Tensor] = set()
+    inner: set[torch.nn.Module] = set()
     for module in reversed(list(modules)):
         dtype = module.mixed_precision.buffer_dtype
-        for name, buffer in module.named_buffers():
+        for name, buffer in named_buffers(module, inner.__contains__):
             if buffer in visited:
                 continue
             visited.add(buffer)
@@ -37,10 +38,14 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
             buffer.data = buffer.to(
                 device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
             )
+        inner.add(module)
 
 
 def cast_back(root: ShardedModule) -> None:
     """Give the buffers below ``root`` their original dtypes; values rounded by an earlier cast stay so."""
     dtypes = root._buffer_name_to_orig_dtype
-    for name, buffer in root.named_buffers():
-        buffer.data = buffer.to(dtype=dtypes.get(clean_name(name)))
+    first_names: dict[torch.Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
+    for name, buffer in named_buffers(root):
+        first_names.setdefault(buffer, clean_name(name))
+    for buffer, name in first_names.items():
+        buffer.data = buffer.to(dtype=dtypes.get(name))

@@ -1,12 +1,14 @@
 """What a unit decides from its arguments: ignored states, process groups, strategy, device, owned parameters."""
 
 import atexit
+import contextlib
+import contextvars
 import numbers
 import os
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +149,19 @@ class IgnoredStates(NamedTuple):
     buffer_names: set[str]
 
 
+_shared: contextvars.ContextVar[set[nn.Parameter] | None] = contextvars.ContextVar("_shared", default=None)
+
+
+@contextlib.contextmanager
+def sharing(ignored_params: set[nn.Parameter]) -> Iterator[None]:
+    """Units that are built meanwhile, and are passed this very set, take it as theirs: one for all units of a tree."""
+    before = _shared.set(ignored_params)
+    try:
+        yield
+    finally:
+        _shared.reset(before)
+
+
 def resolve_ignored_states(
     tree: Subtree,
     ignored_modules: Iterable[nn.Module] | None,
@@ -157,20 +172,26 @@ def resolve_ignored_states(
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time: ignored_states takes modules too"
         )
-    modules, params = _split_ignored(ignored_modules, ignored_states)
+    inner_units = [unit for unit in tree.units if is_sharded_module(unit)]
+    shared = _shared.get()
+    is_shared = (
+        shared is not None and ignored_states is shared and all(unit._ignored_params is shared for unit in inner_units)
+    )
+    modules, params = _split_ignored(ignored_modules, None if is_shared else ignored_states)
     for candidate in modules:
         if is_unit(candidate):
             raise ValueError("`ignored_modules` should not include FSDP modules: pass the module that the unit wraps")
     modules += [candidate for candidate in tree.modules if not is_composable(candidate)]
-    ignored = IgnoredStates(set(), set(params), set())
+    ignored = IgnoredStates(set(), shared if shared is not None and is_shared else set(params), set())
     if modules:
         _ignore_modules(tree, modules, ignored)
-    for fsdp_module in filter(is_sharded_module, tree.units):
+    for fsdp_module in inner_units:
         ignored.modules.update(fsdp_module._ignored_modules)
-        ignored.params.update(fsdp_module._ignored_params)
         ignored.buffer_names.update(fsdp_module._ignored_buffer_names)
-    flattened = {param for param in ignored.params if is_flattened(param)}
-    ignored.params.difference_update(flattened)
+    if not is_shared:
+        ignored.params.update(param for unit in inner_units for param in unit._ignored_params)
+        flattened = {param for param in ignored.params if is_flattened(param)}
+        ignored.params.difference_update(flattened)
     return ignored
 
 

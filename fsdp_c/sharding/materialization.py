@@ -13,7 +13,7 @@ from torch.distributed.utils import _sync_params_and_buffers
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_c.sharding.construction import CPU, own_params
-from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit
+from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit, named_buffers
 
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 
@@ -133,7 +133,11 @@ def sync_states(
     """
     tensors: list[torch.Tensor] = []
     params = list(params)
-    buffers = [buffer for buffer in module.buffers() if not getattr(buffer, "_fsdp_synced", False)]
+    buffers = [
+        buffer
+        for buffer in dict.fromkeys(buffer for _, buffer in named_buffers(module))
+        if not getattr(buffer, "_fsdp_synced", False)
+    ]
     _check_sendable(module, [*params, *buffers], groups, where)
     for buffer in buffers:
         buffer._fsdp_synced = True  # type: ignore[attr-defined]  # a mark on the user's own buffer

@@ -51,19 +51,27 @@ def is_marked(module: nn.Module) -> bool:
     return getattr(module, _MARK, False) is True
 
 
-def is_optional(root: nn.Module, path: str) -> bool:
-    """Whether the module at ``path`` from ``root``, one around it, or one that it wraps as a unit is marked.
-
-    ``root`` itself is not asked.
+class OptionalPaths:
+    """``path in`` it: whether the module at ``path`` from ``root``, one around it, or one that it wraps as a unit is
+    marked. ``root`` itself is not asked, and a module around many is asked once.
     """
-    module = root
-    for name in path.split(".") if path else ():
-        inner = module._modules[name]
-        assert inner is not None
-        module = inner
-        if vars(module).get(_MARK, False):
-            return True
-    return module is not root and is_sharded_module(module) and is_marked(module.module)
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._known: dict[str, tuple[nn.Module, bool]] = {"": (root, False)}  # whether it, or one around it, is marked
+
+    def __contains__(self, path: str) -> bool:
+        unknown, at = [], path
+        while at not in self._known:
+            unknown.append(at)
+            at = at.rpartition(".")[0]
+        module, marked = self._known[at]
+        for at in reversed(unknown):
+            inner = module._modules[at.rpartition(".")[2]]
+            assert inner is not None
+            module, marked = inner, marked or bool(vars(inner).get(_MARK, False))
+            self._known[at] = module, marked
+        return marked or (module is not self._root and is_sharded_module(module) and is_marked(module.module))
 
 
 def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_C.Unit, _C.Unit]]:
@@ -71,11 +79,11 @@ def optional_units(modules: Sequence[tuple[str, ShardedModule]]) -> list[tuple[_
 
     ``modules`` are its units and their paths from the root, in traversal order. The root itself is not asked.
     """
-    root = modules[0][1]
+    optional_paths = OptionalPaths(modules[0][1])
     required: dict[str, _C.Unit] = {}  # by path; a unit comes before its segments
     found = []
     for path, module in modules:
-        if is_optional(root, path):
+        if path in optional_paths:
             found.append((module._unit, _innermost(required, path)))
         else:
             required.setdefault(path, module._unit)

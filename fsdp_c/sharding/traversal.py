@@ -7,7 +7,7 @@ can ask.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -170,6 +170,28 @@ class Subtree:
         """The name of ``param`` in the user's own model."""
         info = self.params[param]
         return clean_name(joined(info.module_name, info.param_name))
+
+
+def _is_never(module: nn.Module) -> bool:
+    return False
+
+
+def named_buffers(
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left out.
+
+    nn.Module's own takes a time for each that grows with the depth of the tree.
+    """
+    pending = [("", module)]
+    while pending:
+        prefix, current = pending.pop()
+        for name, buffer in current._buffers.items():
+            if buffer is not None:
+                yield prefix + name, buffer
+        for name, child in reversed(current._modules.items()):
+            if child is not None and not is_left_out(child):
+                pending.append((f"{prefix}{name}.", child))
 
 
 def named_params(module: nn.Module) -> dict[str, nn.Parameter]:

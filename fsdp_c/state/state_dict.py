@@ -35,7 +35,7 @@ from fsdp_c.compat.upstream import (
 )
 from fsdp_c.sharding import common
 from fsdp_c.sharding.sharded_module import ShardedModule, holders_around, parts_of, units_of
-from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit
+from fsdp_c.sharding.traversal import WRAPPED_PREFIX, clean_name, is_unit, named_buffers
 from fsdp_c.sharding.wrap import unit_name
 from fsdp_c.state.state_dict_loading import begin_load, gathered_for_load, is_full, load_local_value, supplied_names
 from fsdp_c.state.state_dict_saving import (
@@ -420,25 +420,16 @@ def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool 
 
 def _finish_buffers(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Drop, offload or cast back the persistent buffers of the unit."""
-    if not _has_buffers(fsdp_module._fsdp_wrapped_module):
-        return
     first_names: dict[Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
-    for name, buffer in fsdp_module._fsdp_wrapped_module.named_buffers(remove_duplicate=False):
+    for name, buffer in named_buffers(fsdp_module._fsdp_wrapped_module, is_unit):
         key = prefix + clean_name(name)
         first_name = first_names.setdefault(buffer, clean_name(name))
-        if key not in state_dict or WRAPPED_PREFIX in name:
-            continue  # not persistent, or an inner unit's
+        if key not in state_dict:
+            continue  # not persistent
         if is_dropped(fsdp_module):
             del state_dict[key]
         else:
             state_dict[key] = _finished_buffer(fsdp_module, first_name, state_dict[key])
-
-
-def _has_buffers(module: nn.Module) -> bool:
-    """Most models have none, and to name them all takes longer than to look. Inner units look for their own."""
-    if module._buffers:
-        return True
-    return any(child is not None and not is_unit(child) and _has_buffers(child) for child in module._modules.values())
 
 
 def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from fsdp_c.compat.upstream import (
 from fsdp_c.sharding import construction, node_groups
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
 from fsdp_c.sharding.grouping import groups_of, precision_for
-from fsdp_c.sharding.optional import is_optional
+from fsdp_c.sharding.optional import OptionalPaths
 from fsdp_c.sharding.sharded_module import PrefetchLimits, ShardedModule, parts_of, units_with_paths
 from fsdp_c.sharding.traversal import Homes, Subtree, check_module, clean_name, clean_path, joined
 from fsdp_c.sharding.wrap import Policy, chosen_modules, homes_of_shared_params
@@ -298,13 +298,14 @@ def summary(module: nn.Module) -> Summary:
 
 def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:
     places = {fsdp_module: index for index, (_, fsdp_module) in enumerate(found)}
+    optional_paths = OptionalPaths(module)
     roots: list[ShardedModule] = []
     for path, fsdp_module in found:
         around = fsdp_module._enclosing_unit
         parent = None if around is None else places.get(around)
         roots.append(fsdp_module if parent is None else roots[parent])
         unit = _of_unit(fsdp_module, clean_path(path), parent, roots[-1]._exec_order_data)
-        yield replace(unit, is_optional=is_optional(module, path))
+        yield replace(unit, is_optional=path in optional_paths)
 
 
 def _of_unit(fsdp_module: ShardedModule, path: str, parent: int | None, limits: PrefetchLimits) -> UnitSummary:
@@ -468,7 +469,7 @@ class _Planner:
         reshard_after_forward: int | None,
     ) -> None:
         self.units: list[UnitSummary] = []
-        self._root = root
+        self._optional_paths = OptionalPaths(root)
         self._chosen, self._homes, self._ignored = chosen, homes, ignored
         self._shards, self._replicas, self._device_type, self._limits = shards, replicas, device_type, limits
         self._reshard_after_forward = reshard_after_forward
@@ -512,7 +513,7 @@ class _Planner:
             backward_prefetch_limit=self._limits["backward_prefetch_limit"],
             forward_prefetch_limit=self._limits["forward_prefetch_limit"],
             tied=() if found is None else _tied(info for _, info in found.shared),
-            is_optional=is_optional(self._root, path),
+            is_optional=path in self._optional_paths,
             node_ranks=node_groups.planned_ranks(self._reshard_after_forward, self._shards, strategy),
             **self._sizes(found, kwargs, strategy is not ShardingStrategy.NO_SHARD),
         )
