@@ -19,7 +19,7 @@ from fsdp_c.sharding.agreement import digest_of
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
 from fsdp_c.sharding.tensor_parallel import local_part
 from fsdp_c.state.optim_params import Key, OptimParam, OptimParams
-from fsdp_c.state.redistribution import rank0_partition, redistribute
+from fsdp_c.state.redistribution import join_ranges, rank0_partition, redistribute
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
@@ -30,7 +30,6 @@ from fsdp_c.state.sharded_values import (
     to_memory_order,
     wholes_of_rows,
 )
-from fsdp_c.state.state_dict_saving import split_shard
 
 MAX_NAMES = 4  # in a message
 
@@ -108,6 +107,8 @@ def _without_tensors(value: object) -> Any:
 
 
 def _is_tensor(value: object) -> bool:
+    if type(value) is Tensor:
+        return value.dim() > 0
     # a ShardedTensor is asked nothing that would go through its dispatcher
     if isinstance(value, (_OnRank0, ShardedTensor, DTensor)):
         return True
@@ -117,22 +118,27 @@ def _is_tensor(value: object) -> bool:
 def _targets(params: OptimParams, states: dict[str, ParamState]) -> list[_Target]:
     """All tensors of managed parameters, in an order that ranks share. Raises ValueError for wrong shapes."""
     targets = []
-    for fqn, (_, known) in params.by_fqn.items():
-        if known.module is None or fqn not in states:
+    layouts_of = {module: param_layouts(module) for module in params.units}
+    for known in params.by_param.values():
+        if known.module is None:
             continue
-        layout = param_layouts(known.owner)[params.index_of[fqn]]
-        for name, value in sorted(states[fqn].items()):
-            if not _is_tensor(value):
-                continue
-            shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
-            kept = known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
-            if shape != layout.full_shape and not kept:
-                raise ValueError(
-                    f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
-                    f"{tuple(shape)}, the parameter {tuple(layout.full_shape)}"
-                )
-            targets.append(_Target(known.owner, layout, fqn, name, value))
+        layouts = layouts_of[known.module]
+        for fqn, index in zip(known.fqns, known.indices, strict=True):
+            for name, value in sorted(states.get(fqn, {}).items()):
+                if _is_tensor(value):
+                    _check_shape(known, layouts[index], fqn, name, value)
+                    targets.append(_Target(known.module, layouts[index], fqn, name, value))
     return targets
+
+
+def _check_shape(known: OptimParam, layout: ParamLayout, fqn: str, name: str, value: Tensor | _OnRank0) -> None:
+    shape = value.metadata().size if isinstance(value, ShardedTensor) else value.shape
+    kept = shape != layout.full_shape and known.takes_any_shape and not isinstance(value, (ShardedTensor, DTensor))
+    if shape != layout.full_shape and not kept:
+        raise ValueError(
+            f"Tensor optimizer state does not have same shape as its parameter: {name!r} of {fqn} has shape "
+            f"{tuple(shape)}, the parameter {tuple(layout.full_shape)}"
+        )
 
 
 def _shards(
@@ -149,9 +155,9 @@ def _shards(
         for target, part in _parts_of_rows(members, group, modules[0].compute_device):
             yield (target.fqn, target.state_name), part
     yield from _shards_over_meshes(parallel, source, options)
-    for target in others:
-        if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor)):
-            yield (target.fqn, target.state_name), _own_part(target, target.value.detach())
+    yield from _own_parts(
+        target for target in others if not isinstance(target.value, (_OnRank0, ShardedTensor, DTensor))
+    )
 
 
 def _shards_over_meshes(
@@ -226,6 +232,33 @@ def _difference(held: dict[int, set[tuple[str, str, str]]]) -> str:
         f"ranks pass different sharded optimizer state: {name!r} of {fqn}, {dtype}, is on ranks {having} only of "
         f"{list(held)}. Pass each rank what was saved on it, or load through torch.distributed.checkpoint"
     )
+
+
+def _own_parts(targets: Iterable[_Target]) -> Iterator[tuple[tuple[str, str], Tensor]]:
+    """This rank's parts of values that it has whole, but of those that go into a flat tensor as they are."""
+    sources: dict[tuple[str, str], Tensor] = {}  # one call for all costs less than two for each
+    ranges, numels = [], []
+    for module, members in _by_unit(targets).items():
+        is_sharded = handle_of(module).layout.sharded
+        for target in members:
+            value, key = target.value, (target.fqn, target.state_name)
+            assert isinstance(value, Tensor)
+            if not is_sharded or not _is_plain(value, target.layout):
+                yield key, _own_part(target, value.detach())
+            elif module._use_orig_params:
+                start, end = target.layout.shard.bounds(module.rank)
+                ranges += [len(sources), start * value.itemsize, (end - start) * value.itemsize]
+                numels.append((end - start,))
+                sources[key] = value
+    if sources:
+        values = list(sources.values())
+        yield from zip(sources, join_ranges(values, ranges, [1] * len(values), values, numels), strict=True)
+
+
+def _is_plain(value: Tensor, layout: ParamLayout) -> bool:
+    """Whether the bytes of ``value`` are those of the parameter in its flat parameter, in CPU memory."""
+    is_cpu = type(value) is Tensor and value.is_cpu and not value.requires_grad
+    return is_cpu and layout.order is None and value.is_contiguous()
 
 
 def _own_part(target: _Target, value: Tensor) -> Tensor:
@@ -381,7 +414,7 @@ def _flat_state(known: OptimParam, states: dict[str, ParamState], shards: dict[t
         return {}
     first_fqn, first = next(iter(given.items()))
     for fqn, state in given.items():
-        if set(state) != set(first):
+        if state.keys() != first.keys():
             raise ValueError(
                 f"Differing optimizer state names for the unflattened parameters: {first_fqn} has {sorted(first)}, "
                 f"{fqn} has {sorted(state)}"
@@ -406,16 +439,18 @@ def _kind(value: object) -> str:
 
 def _check_one_kind(name: str, values: dict[str, Any]) -> None:
     first_fqn, first = next(iter(values.items()))
+    kind = _kind(first)
+    dtype = _dtype(first) if kind == "tensor" else None
     for fqn, value in values.items():
-        if _kind(value) != _kind(first):
+        if _kind(value) != kind:
             raise ValueError(
-                f"Differing optimizer state types for state {name}: {first_fqn} has a {_kind(first)}, {fqn} has a "
+                f"Differing optimizer state types for state {name}: {first_fqn} has a {kind}, {fqn} has a "
                 f"{_kind(value)}"
             )
-        if _is_tensor(value) and _dtype(value) != _dtype(first):
+        if dtype is not None and _dtype(value) != dtype:
             raise ValueError(
                 "All unflattened parameters comprising a single flat parameter must have positive-dimension tensor "
-                f"state with the same dtype: {first_fqn} has {name} in {_dtype(first)}, {fqn} in {_dtype(value)}"
+                f"state with the same dtype: {first_fqn} has {name} in {dtype}, {fqn} in {_dtype(value)}"
             )
 
 
@@ -423,7 +458,8 @@ def _check_scalars(name: str, values: dict[str, Any], known: OptimParam) -> None
     """A flat parameter has one scalar for all: it must be every parameter's."""
     missing = [fqn for fqn in known.fqns if fqn not in values]
     first_fqn, first = next(iter(values.items()))
-    differing = [fqn for fqn, value in values.items() if _scalar(value) != _scalar(first)]
+    wanted = _scalar(first)
+    differing = [fqn for fqn, value in values.items() if _scalar(value) != wanted]
     if missing or differing:
         raise ValueError(
             "All unflattened parameters comprising a single flat parameter must have scalar state with the same value "
@@ -439,12 +475,33 @@ def _scalar(value: object) -> tuple[object, torch.dtype | None]:
 def _flat_tensor(
     known: OptimParam, name: str, values: dict[str, Any], shards: dict[tuple[str, str], Tensor], dtype: torch.dtype
 ) -> Tensor:
-    device = next(shards[fqn, name].device for fqn in values)
-    flat = torch.zeros(handle_of(known.owner).layout.shard_numel, dtype=dtype, device=device)
-    for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, flat), strict=True):
-        if fqn in values:
-            value = shards[fqn, name]
-            part.copy_(value if handle_of(known.owner).layout.sharded else to_memory_order(value, layout.order))
+    """One call joins the parts, and those that ``_own_parts`` has left in their values, with zeros between."""
+    layout = handle_of(known.owner).layout
+    parts: list[tuple[Tensor | None, int, int]] = []  # what has it, None for zeros; the first element there, numel
+    end = 0
+    for fqn, own, (_, offset, numel, start) in zip(
+        known.fqns, param_layouts(known.owner), layout.shard_ranges(), strict=True
+    ):
+        if not numel or fqn not in values:
+            continue
+        parts.append((None, 0, offset - end))
+        part = shards.get((fqn, name))
+        if part is None:
+            parts.append((values[fqn], start, numel))
+        else:
+            parts.append((part if layout.sharded else to_memory_order(part, own.order), 0, numel))
+        end = offset + numel
+    parts.append((None, 0, layout.shard_numel - end))
+    device = next((part.device for part, _, _ in parts if part is not None), torch.device("cpu"))
+    zeros = torch.zeros(max(numel for part, _, numel in parts if part is None), dtype=dtype, device=device)
+    sources, ranges = [zeros], []
+    for part, start, numel in parts:
+        source = 0
+        if part is not None:
+            source = len(sources)
+            sources.append(part if part.device == device else part.to(device))
+        ranges += [source, start * dtype.itemsize, numel * dtype.itemsize]
+    (flat,) = join_ranges(sources, ranges, [len(parts)], [zeros], [(layout.shard_numel,)])
     return flat
 
 

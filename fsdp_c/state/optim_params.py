@@ -94,12 +94,6 @@ class OptimParams:
         """What stands for an original parameter of this name."""
         return {fqn: (param, known) for param, known in self.by_param.items() for fqn in known.fqns}
 
-    @functools.cached_property
-    def index_of(self) -> dict[str, int]:
-        """At which place a managed original parameter of this name stands in its unit's flat parameter."""
-        managed = [known for known in self.by_param.values() if known.module is not None]
-        return {fqn: index for known in managed for fqn, index in zip(known.fqns, known.indices, strict=True)}
-
     def keys(
         self, optim: torch.optim.Optimizer | None, optim_input: OptimInput, names: Iterable[object] | None
     ) -> dict[Key, nn.Parameter]:

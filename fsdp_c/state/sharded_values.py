@@ -53,7 +53,7 @@ class ParamLayout(NamedTuple):
     @property
     def full_shape(self) -> torch.Size:
         """Over the ranks of tensor parallelism too."""
-        return full_shape(self.parallel, self.shape)
+        return self.shape if self.parallel is None else full_shape(self.parallel, self.shape)
 
 
 def param_layouts(module: ShardedModule) -> list[ParamLayout]:
