@@ -68,6 +68,7 @@ from fsdp_c.sharding.traversal import (
     check_module,
     clean_path,
     flat_param_name,
+    named_params,
     unwrapped,
 )
 from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
@@ -666,13 +667,16 @@ class FullyShardedDataParallel(ShardedModule):
         return self
 
     def _own_parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters below this module as an optimizer has them, once or twice each."""
-        for param in self.parameters():
-            if isinstance(param, nn.Parameter):
+        """The parameters below this module as an optimizer has them."""
+        if self._unit.runtime is not None:
+            self._unit.runtime.await_failed_backward()
+        handles = [unit._handle for unit in units_of(self) if unit._handle is not None]
+        originals = [param for handle in handles for param in handle.flat_param._params or ()]
+        yield from originals
+        known = set(map(id, originals))
+        for param in named_params(self).values():
+            if id(param) not in known and isinstance(param, nn.Parameter):
                 yield param
-        for unit in units_of(self):
-            if unit._handle is not None:
-                yield from unit._handle.flat_param._params or ()
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""

@@ -26,24 +26,22 @@ def managed_params(handle: FlatParamHandle | None) -> list[ManagedParam]:
 @contextlib.contextmanager
 def mounted(params: Sequence[tuple[ManagedParam, Tensor]]) -> Iterator[None]:
     """Show other tensors as the parameters of the modules, and put back at exit exactly what was found."""
-    found = []
+    found: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for param, tensor in params:
-            registered, attributes = param.module._parameters, param.module.__dict__
-            found.append((registered, param.name, registered.get(param.name, _ABSENT)))
-            found.append((attributes, param.name, attributes.pop(param.name, _ABSENT)))
-            registered[param.name] = tensor  # type: ignore[assignment]  # which nn.Module would refuse
+        for (module, name, *_), tensor in params:
+            attributes = module.__dict__
+            registered: dict[str, Any] = attributes["_parameters"]
+            found.append((registered, name, registered.get(name, _ABSENT)))
+            if name in attributes:
+                found.append((attributes, name, attributes.pop(name)))
+            registered[name] = tensor
         yield
     finally:
         for mapping, name, value in reversed(found):
-            _put_back(mapping, name, value)
-
-
-def _put_back(mapping: dict[str, Any], name: str, value: Any) -> None:
-    if value is _ABSENT:
-        mapping.pop(name, None)
-    else:
-        mapping[name] = value
+            if value is _ABSENT:
+                mapping.pop(name, None)
+            else:
+                mapping[name] = value
 
 
 @contextlib.contextmanager

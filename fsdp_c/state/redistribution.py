@@ -67,6 +67,21 @@ def rank0_partition(numel: int) -> Partition:
     return Partition(numel, max(numel, 1), 0)
 
 
+class Space:
+    """Memory for what is received, of use to all batches: fresh pages cost as much as the transfer."""
+
+    def __init__(self) -> None:
+        self._last: Tensor | None = None
+
+    def take(self, like: Tensor, numel: int) -> Tensor:
+        """A 1-D tensor as ``like``, valid until the next one is taken."""
+        last = self._last
+        if last is None or last.dtype != like.dtype or last.device != like.device or len(last) < numel:
+            self._last = last = None  # the old memory goes before the new comes
+            self._last = last = like.new_empty(numel)
+        return last[:numel]
+
+
 def redistribute(
     pieces: Iterable[Tensor],
     sources: Sequence[Partition],
@@ -86,7 +101,7 @@ def redistribute(
     ranks, BATCH_NBYTES by default. See [Note: Few large transfers]. Raises ValueError for a piece that is not what the
     source partition says.
     """
-    first, space = 0, _Space()
+    first, space = 0, Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _always):
         end = first + len(batch)
         if _are_large(batch, sources[first:end], group):
@@ -121,7 +136,7 @@ def gather(
         for whole in moved:
             yield whole if held else None
         return
-    first, space = 0, _Space()
+    first, space = 0, Space()
     for batch in _batches(pieces, sources, device, batch_nbytes or BATCH_NBYTES, _begins):
         end = first + len(batch)
         if _are_large(batch, sources[first:end], group):
@@ -129,6 +144,39 @@ def gather(
         else:
             yield from _gather_batch(batch, sources[first:end], group, shapes and shapes[first:end], space)
         first = end
+
+
+def gather_flat(
+    shards: Sequence[Tensor],
+    places: Sequence[Sequence[tuple[int, int]]],
+    shapes: Sequence[Sequence[Sequence[int]]],
+    group: dist.ProcessGroup,
+    space: Space,
+) -> Iterator[Tensor]:
+    """Of each flat parameter the tensors that lie at its ``places``, (first element, numel), whole and freshly made.
+
+    ``shards``: this rank's, padding included, of equal size on every rank; all go in one all-gather. Collective.
+    """
+    wire = _wire_dtype(list(shards))
+    sent = _as(shards[0], wire) if len(shards) == 1 else torch.cat([_as(shard, wire) for shard in shards])
+    received = space.take(sent, len(sent) * group.size())
+    _all_gather_single(received, sent, group=group)
+    ranges: list[int] = []
+    counts, base = [], 0
+    for shard, parts in zip(shards, places, strict=True):
+        size, step = shard.itemsize, shard.nbytes
+        for first, numel in parts:
+            at, end, count = first * size, (first + numel) * size, 0
+            while at < end:
+                rank, offset = divmod(at, step)
+                nbytes = min(end - at, step - offset)
+                ranges += [0, rank * sent.nbytes + base + offset, nbytes]
+                at += nbytes
+                count += 1
+            counts.append(count)
+        base += step
+    likes = [shard for shard, parts in zip(shards, places, strict=True) for _ in parts]
+    yield from join_ranges([received], ranges, counts, likes, list(itertools.chain.from_iterable(shapes)))
 
 
 # ----------------------------------------------------------------- batches
@@ -164,21 +212,6 @@ def _batches(
 
 
 # ----------------------------------------------------------------- one batch
-
-
-class _Space:
-    """Memory for what is received, of use to all batches: fresh pages cost as much as the transfer."""
-
-    def __init__(self) -> None:
-        self._last: Tensor | None = None
-
-    def take(self, like: Tensor, numel: int) -> Tensor:
-        """A 1-D tensor as ``like``, valid until the next one is taken."""
-        last = self._last
-        if last is None or last.dtype != like.dtype or last.device != like.device or len(last) < numel:
-            self._last = last = None  # the old memory goes before the new comes
-            self._last = last = like.new_empty(numel)
-        return last[:numel]
 
 
 class _Plan(NamedTuple):
@@ -272,7 +305,7 @@ def _exchange(
     targets: Sequence[Partition],
     group: dist.ProcessGroup,
     shapes: Sequence[Sequence[int]] | None,
-    space: _Space,
+    space: Space,
 ) -> list[Tensor]:
     """The parts under ``targets``: one all-to-all of what changes ranks."""
     rank = group.rank()
@@ -294,7 +327,7 @@ def _gather_batch(
     sources: Sequence[Partition],
     group: dist.ProcessGroup,
     shapes: Sequence[Sequence[int]] | None,
-    space: _Space,
+    space: Space,
 ) -> list[Tensor]:
     """The whole tensors: one all-gather of what each rank holds, padded to the longest."""
     _check(pieces, sources, group.rank())
@@ -315,10 +348,13 @@ def _gather_batch(
 
 def _are_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> bool:
     """The same on every rank."""
-    if pieces[0].device.type != "cpu" or "cpu:gloo" not in dist.get_backend_config(group):
-        return False
     nbytes = sum(source.numel * piece.element_size() for piece, source in zip(pieces, sources, strict=True))
-    return nbytes >= LARGE_NBYTES * len(pieces)
+    return are_large(nbytes, len(pieces), pieces[0].device, group)
+
+
+def are_large(nbytes: int, count: int, device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Whether ``count`` tensors of ``nbytes`` together go from where they lie: see [Note: Large tensors]."""
+    return nbytes >= LARGE_NBYTES * count and device.type == "cpu" and "cpu:gloo" in dist.get_backend_config(group)
 
 
 def _gather_large(pieces: list[Tensor], sources: Sequence[Partition], group: dist.ProcessGroup) -> list[Tensor]:

@@ -68,15 +68,23 @@ def param_layouts(module: ShardedModule) -> list[ParamLayout]:
 _layouts: weakref.WeakKeyDictionary[FlatParamHandle, list[ParamLayout]] = weakref.WeakKeyDictionary()
 
 
+def memory_shapes(module: ShardedModule) -> list[tuple[tuple[int, ...], tuple[int, ...] | None]]:
+    """Per parameter ``ParamLayout.memory_shape`` and ``order``, where nothing else is asked of it."""
+    flat_param = handle_of(module).flat_param
+    places = zip(flat_param._shapes, flat_param._contiguities, flat_param._strides, strict=True)
+    orders = [(shape, None if contiguous else memory_order(stride)) for shape, contiguous, stride in places]
+    return [(tuple(shape if order is None else (shape[dim] for dim in order)), order) for shape, order in orders]
+
+
 def _param_layouts(module: ShardedModule) -> list[ParamLayout]:
     flat_param, layout = handle_of(module).flat_param, handle_of(module).layout
     layouts = []
+    memory = memory_shapes(module)
     for index, (fqn, shape) in enumerate(zip(flat_param._fqns, flat_param._shapes, strict=True)):
-        order = None if flat_param._contiguities[index] else memory_order(flat_param._strides[index])
+        memory_shape, order = memory[index]
         by_rows = shape or module._device_mesh is None
         by_rows = by_rows and (order is None or order[0] == 0)
         rows = chunk_partition(shape, module.world_size) if by_rows else None
-        memory_shape = tuple(shape if order is None else (shape[dim] for dim in order))
         own_rows = tuple(rows_shape(torch.Size(memory_shape), _numel_of(rows, module.rank) if rows else 0))
         parallel = flat_param._param_extensions[index]
         shard = shard_partition(layout, index)

@@ -449,10 +449,11 @@ def _finished_buffer(fsdp_module: ShardedModule, name: str, buffer: Tensor) -> T
 def _strip_wrapper(state_dict: StateDict, prefix: str) -> None:
     """Take the wrapper's segment out of the keys of a unit: the last ones of the dict, which it has just added."""
     old = prefix + WRAPPED_PREFIX
-    added = list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state_dict)))
-    for key in reversed(added):
-        if key.startswith(old):
-            state_dict[prefix + key[len(old) :]] = state_dict.pop(key)
+    added = reversed(state_dict)
+    if prefix:
+        added = itertools.takewhile(lambda key: key.startswith(prefix), added)
+    for key in [key for key in added if key.startswith(old)][::-1]:
+        state_dict[prefix + key[len(old) :]] = state_dict.pop(key)
 
 
 def _replace_prefix(state_dict: StateDict, old: str, new: str) -> None:

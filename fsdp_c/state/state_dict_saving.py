@@ -9,6 +9,8 @@ the largest unit, or ``FULL_BATCH_NBYTES`` if units are smaller.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,13 +24,14 @@ from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of
-from fsdp_c.state.redistribution import gather
+from fsdp_c.state.redistribution import Space, are_large, gather, gather_flat
 from fsdp_c.state.sharded_values import (
     ParamLayout,
     by_group,
     dims_from_memory,
     flat_value,
     from_memory_order,
+    memory_shapes,
     own_rows,
     param_layouts,
     rows_of_shards,
@@ -134,23 +137,55 @@ def _gathered(
     group: dist.ProcessGroup, modules: Sequence[ShardedModule], rank0_only: bool, offload_to_cpu: bool
 ) -> dict[ShardedModule, list[Tensor]]:
     """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
-    items = [(module, layout, piece) for module in modules for layout, piece in shard_pieces(module)]
-    largest = max(handle_of(module).layout.padded_numel * local_shard(module).element_size() for module in modules)
-    wholes = gather(
-        (piece for _, _, piece in items),
-        [layout.shard for _, layout, _ in items],
-        group,
-        device=modules[0].compute_device,
-        shapes=[layout.memory_shape for _, layout, _ in items],
-        rank0_only=rank0_only,
-        batch_nbytes=max(largest, FULL_BATCH_NBYTES),
-    )
     values: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
-    for (module, layout, _), flat in zip(items, wholes, strict=True):
-        if flat is not None:
-            whole = dims_from_memory(flat, layout.order)
-            values[module].append(whole.cpu() if offload_to_cpu else whole)
+    space = Space()
+    for batch in _batches(modules):
+        wholes = iter(_wholes(batch, group, rank0_only, space))
+        for module in batch:
+            for (_, order), flat in zip(memory_shapes(module), wholes, strict=False):
+                if flat is not None:
+                    whole = dims_from_memory(flat, order)
+                    values[module].append(whole.cpu() if offload_to_cpu else whole)
     return values
+
+
+def _batches(modules: Sequence[ShardedModule]) -> Iterator[list[ShardedModule]]:
+    """Units that are gathered together: the largest one, or so many that they come to FULL_BATCH_NBYTES."""
+    sizes = {module: sum(handle_of(module).layout.param_numels) * local_shard(module).itemsize for module in modules}
+    padded = (handle_of(module).layout.padded_numel * local_shard(module).itemsize for module in modules)
+    limit = max(*padded, FULL_BATCH_NBYTES)
+    batch: list[ShardedModule] = []
+    nbytes = 0
+    for module in modules:
+        if nbytes >= limit:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(module)
+        nbytes += sizes[module]
+    yield batch
+
+
+def _wholes(
+    modules: Sequence[ShardedModule], group: dist.ProcessGroup, rank0_only: bool, space: Space
+) -> Iterator[Tensor | None]:
+    """The whole parameters of one batch of units, each in its memory shape."""
+    shapes = [[shape for shape, _ in memory_shapes(module)] for module in modules]
+    shards = [local_shard(module).to(modules[0].compute_device) for module in modules]
+    numels = [handle_of(module).layout.param_numels for module in modules]
+    count = sum(map(len, numels))
+    nbytes = sum(sum(one) * shard.itemsize for one, shard in zip(numels, shards, strict=True))
+    if not rank0_only and count > 1 and not are_large(nbytes, count, shards[0].device, group):
+        offsets = [handle_of(module).layout.param_offsets for module in modules]
+        places = [list(zip(*each, strict=True)) for each in zip(offsets, numels, strict=True)]
+        return gather_flat(shards, places, shapes, group, space)
+    return gather(
+        (part for module, shard in zip(modules, shards, strict=True) for _, part in split_shard(module, shard)),
+        [layout.shard for module in modules for layout in param_layouts(module)],
+        group,
+        shapes=list(itertools.chain.from_iterable(shapes)),
+        rank0_only=rank0_only,
+        batch_nbytes=sys.maxsize,
+    )
 
 
 def _copies_of_own(module: ShardedModule) -> list[Tensor]:
@@ -183,12 +218,14 @@ def full_values_shown(module: ShardedModule, values: Sequence[Tensor]) -> Iterat
     """Show them on the modules, from where nn.Module, and code of the user's modules, collects them."""
     used: set[int] = set()
     shown = []
-    for param in common.managed_params(module._handle) if values else ():
+    handle = handle_of(module)
+    of_flat_param = handle.flat_param.requires_grad
+    for param in handle.managed_params if values else ():
         value = values[param.place].clone() if param.place in used else values[param.place]
         used.add(param.place)
         registered = param.module._parameters.get(param.name)
-        requires_grad = handle_of(module).flat_param.requires_grad if registered is None else registered.requires_grad
-        shown.append((param, handle_of(module).as_param(param.place, value, requires_grad)))
+        requires_grad = of_flat_param if registered is None else registered.requires_grad
+        shown.append((param, handle.as_param(param.place, value, requires_grad)))
     with common.mounted(shown):
         yield
 
