@@ -118,12 +118,12 @@ class Dimension(NamedTuple):
 
 
 DIMENSIONS = {
-    "parameters per unit": Dimension(Unit, (200, 600, 1800), (20, 40, 80)),
-    "units": Dimension(stack, (20, 60, 180), (6, 12, 24)),
-    "depth": Dimension(nested, (8, 16, 32), (4, 8, 16)),
-    "buffers": Dimension(lambda size: Unit(8, buffers=size), (200, 600, 1800), (20, 40, 80)),
-    "ties": Dimension(lambda size: Unit(2 * size, ties=size), (100, 300, 900), (10, 20, 40)),
-    "optional units": Dimension(optional_stack, (20, 60, 180), (6, 12, 24)),
+    "parameters per unit": Dimension(Unit, (150, 450, 1350), (20, 40, 80)),
+    "units": Dimension(stack, (15, 45, 135), (6, 12, 24)),
+    "depth": Dimension(nested, (6, 12, 24), (4, 8, 16)),
+    "buffers": Dimension(lambda size: Unit(8, buffers=size), (150, 450, 1350), (20, 40, 80)),
+    "ties": Dimension(lambda size: Unit(2 * size, ties=size), (75, 225, 675), (10, 20, 40)),
+    "optional units": Dimension(optional_stack, (15, 45, 135), (6, 12, 24)),
     "ranks": Dimension(lambda size: stack(4), (8, 64, 512), (4, 16)),
 }
 
