@@ -35,7 +35,7 @@ from fsdp_c.state.sharded_values import (
     rows_of_shards,
     sharded_values,
 )
-from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard
+from fsdp_c.state.state_dict_saving import FULL_BATCH_NBYTES, split_shard, wholes_of_shards
 
 
 class SaveOptions(NamedTuple):
@@ -280,14 +280,20 @@ def _tensors(
 ) -> dict[tuple[str, str], Tensor]:
     """By FQN and state name, the tensors that are sharded as parameters are."""
     pieces: dict[ShardedModule, list[_Piece]] = {module: [] for module in params.units}
+    flat: list[tuple[OptimParam, str, Tensor]] = []  # of which every rank has an even part
     nothing = {dtype: torch.empty(0, dtype=dtype, device="cpu") for one in held.values() for _, dtype in one.tensors}
     for module, members in _by_unit(held):
         dtypes = [dict(held[known].tensors) for known in members]
         for name in sorted({name for one in dtypes for name in one}):
             for known, one in zip(members, dtypes, strict=True):  # of one name, they are a flat parameter evenly spread
-                if name in one:
-                    pieces[module] += _pieces(known, name, local.get(known, {}).get(name, nothing[one[name]]))
-    values: dict[tuple[str, str], Tensor] = {}
+                if name not in one:
+                    continue
+                value = local.get(known, {}).get(name, nothing[one[name]])
+                if _is_gathered_flat(module, options):
+                    flat.append((known, name, value.detach()))
+                else:
+                    pieces[module] += _pieces(known, name, value)
+    values = _wholes_of_flat(flat, options)
     for module in params.units:
         if not handle_of(module).layout.sharded:
             values.update(_own_copies(module, pieces[module], options))
@@ -303,6 +309,26 @@ def _by_unit(held: Iterable[OptimParam]) -> list[tuple[ShardedModule, list[Optim
     for known in held:
         members.setdefault(known.owner, []).append(known)
     return [(module, sorted(each, key=lambda known: known.indices)) for module, each in members.items()]
+
+
+def _is_gathered_flat(module: ShardedModule, options: SaveOptions) -> bool:
+    is_plain = handle_of(module).layout.sharded and module._fsdp_extension is None
+    return is_plain and not module._use_orig_params and not options.shard_state
+
+
+def _wholes_of_flat(
+    flat: Sequence[tuple[OptimParam, str, Tensor]], options: SaveOptions
+) -> dict[tuple[str, str], Tensor]:
+    values: dict[tuple[str, str], Tensor] = {}
+    for group, modules in by_group(dict.fromkeys(known.owner for known, _, _ in flat)):
+        members = set(modules)
+        given = [(known, name, value) for known, name, value in flat if known.owner in members]
+        shards = [(known.owner, value) for known, _, value in given]
+        wholes = wholes_of_shards(shards, group, options.rank0_only, options.cpu_offload)
+        for (known, name, _), whole in zip(given, wholes, strict=True):
+            if whole and options.returns_state:
+                values.update(((fqn, name), one) for fqn, one in zip(known.fqns, whole, strict=True))
+    return values
 
 
 def _pieces(known: OptimParam, name: str, value: Tensor) -> list[_Piece]:
@@ -359,9 +385,12 @@ def _wholes(
         )
         for (module, piece), flat in zip(items, flats, strict=True):
             if flat is not None:
-                whole = _with_mesh(module, piece.layout, dims_from_memory(flat, piece.layout.order), options)
+                whole = dims_from_memory(flat, piece.layout.order)
+                if module._fsdp_extension is not None:
+                    whole = _with_mesh(module, piece.layout, whole, options)
                 if options.returns_state:
-                    values[piece.fqn, piece.state_name] = whole.cpu() if options.cpu_offload else whole
+                    offloads = options.cpu_offload and not whole.is_cpu
+                    values[piece.fqn, piece.state_name] = whole.cpu() if offloads else whole
     return values
 
 

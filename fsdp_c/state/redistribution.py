@@ -291,7 +291,7 @@ def _wire_dtype(pieces: list[Tensor]) -> torch.dtype:
 def _check(pieces: list[Tensor], sources: Sequence[Partition], rank: int) -> None:
     """Raise ValueError, before anything is sent, for a piece that is not what its partition says."""
     for piece, source in zip(pieces, sources, strict=True):
-        start, end = source.bounds(rank)
+        start, end = _C.partition_bounds(source, rank)
         if piece.dim() != 1 or piece.numel() != end - start:
             raise ValueError(
                 f"rank {rank} passes a piece of shape {tuple(piece.shape)} where its part has {end - start} elements "
@@ -431,8 +431,9 @@ def _adjacent(pieces: list[Tensor], nbytes: int) -> Tensor | None:
     if not held or _wire_dtype(pieces) != held[0].dtype:
         return None
     first, at = held[0], held[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
     for piece in held:
-        if piece.data_ptr() != at or piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+        if piece.data_ptr() != at or piece.untyped_storage().data_ptr() != storage:
             return None
         at += piece.nbytes
     start = first.storage_offset()

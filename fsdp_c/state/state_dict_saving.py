@@ -137,40 +137,55 @@ def _gathered(
     group: dist.ProcessGroup, modules: Sequence[ShardedModule], rank0_only: bool, offload_to_cpu: bool
 ) -> dict[ShardedModule, list[Tensor]]:
     """Per unit the whole parameters; nothing on ranks that get nothing. Collective over ``group``."""
-    values: dict[ShardedModule, list[Tensor]] = {module: [] for module in modules}
+    shards = [(module, local_shard(module)) for module in modules]
+    wholes = wholes_of_shards(shards, group, rank0_only, offload_to_cpu)
+    return {module: whole for (module, _), whole in zip(shards, wholes, strict=True)}
+
+
+Shard = tuple[
+    ShardedModule, Tensor
+]  # a unit, and this rank's part of a tensor that is sharded as its flat parameter is
+
+
+def wholes_of_shards(
+    shards: Sequence[Shard], group: dist.ProcessGroup, rank0_only: bool, offload_to_cpu: bool
+) -> Iterator[list[Tensor]]:
+    """Of each shard the parameters' parts, whole; nothing on ranks that get nothing. Collective over ``group``."""
     space = Space()
-    for batch in _batches(modules):
+    for batch in _batches(shards):
         wholes = iter(_wholes(batch, group, rank0_only, space))
-        for module in batch:
+        for module, _ in batch:
+            made = []
             for (_, order), flat in zip(memory_shapes(module), wholes, strict=False):
                 if flat is not None:
                     whole = dims_from_memory(flat, order)
-                    values[module].append(whole.cpu() if offload_to_cpu else whole)
-    return values
+                    made.append(whole.cpu() if offload_to_cpu and not whole.is_cpu else whole)
+            yield made
 
 
-def _batches(modules: Sequence[ShardedModule]) -> Iterator[list[ShardedModule]]:
-    """Units that are gathered together: the largest one, or so many that they come to FULL_BATCH_NBYTES."""
-    sizes = {module: sum(handle_of(module).layout.param_numels) * local_shard(module).itemsize for module in modules}
-    padded = (handle_of(module).layout.padded_numel * local_shard(module).itemsize for module in modules)
-    limit = max(*padded, FULL_BATCH_NBYTES)
-    batch: list[ShardedModule] = []
+def _batches(shards: Sequence[Shard]) -> Iterator[list[Shard]]:
+    """What is gathered together: of the largest unit, or so much that it comes to FULL_BATCH_NBYTES."""
+    limit = max(
+        *(handle_of(module).layout.padded_numel * shard.itemsize for module, shard in shards), FULL_BATCH_NBYTES
+    )
+    batch: list[Shard] = []
     nbytes = 0
-    for module in modules:
+    for module, shard in shards:
         if nbytes >= limit:
             yield batch
             batch, nbytes = [], 0
-        batch.append(module)
-        nbytes += sizes[module]
+        batch.append((module, shard))
+        nbytes += sum(handle_of(module).layout.param_numels) * shard.itemsize
     yield batch
 
 
 def _wholes(
-    modules: Sequence[ShardedModule], group: dist.ProcessGroup, rank0_only: bool, space: Space
+    batch: Sequence[Shard], group: dist.ProcessGroup, rank0_only: bool, space: Space
 ) -> Iterator[Tensor | None]:
-    """The whole parameters of one batch of units, each in its memory shape."""
+    """The parameters' parts of one batch, each in its memory shape."""
+    modules = [module for module, _ in batch]
+    shards = [shard.to(module.compute_device) for module, shard in batch]
     shapes = [[shape for shape, _ in memory_shapes(module)] for module in modules]
-    shards = [local_shard(module).to(modules[0].compute_device) for module in modules]
     numels = [handle_of(module).layout.param_numels for module in modules]
     count = sum(map(len, numels))
     nbytes = sum(sum(one) * shard.itemsize for one, shard in zip(numels, shards, strict=True))
