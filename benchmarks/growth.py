@@ -332,9 +332,8 @@ def table(name: str, found: dict[str, list[dict[str, float]]]) -> str:
             costs = [row[operation] for row in rows if operation in row]
             has_exponent = operation != "bytes each" and len(costs) == len(sizes) and costs[-1] >= FLOOR_MS
             exponents = [f", {exponent(sizes, costs):.2f}"] if has_exponent else []
-            cells.append(
-                "".join([f"{costs[-1]:.3g}" if costs[-1] < 1000 else f"{costs[-1]:.0f}", *exponents]) if costs else ""
-            )
+            shown = [f"{cost:.3g}" if cost < 1000 else f"{cost:.0f}" for cost in costs[-1:]]
+            cells.append("".join([*shown, *exponents]))
         lines.append(f"| {operation} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -368,9 +367,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(DIMENSIONS), default=list(DIMENSIONS))
     parser.add_argument("--against", nargs="*", choices=common.IMPLEMENTATIONS[:2], default=common.IMPLEMENTATIONS[:2])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--long", action="store_true", help="memory over 20,000 steps, and 300 saves, loads and summons"
-    )
+    parser.add_argument("--long", action="store_true", help="memory over 20,000 steps, 300 saves, loads and summons")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # in a process of its own: implementation, dimension
@@ -386,16 +383,8 @@ def main() -> None:
     for name in args.only:
         found[name] = {}
         for implementation in (*args.against, "fsdp_c") if name != "optional units" else ("fsdp_c",):
-            command = [
-                sys.executable,
-                "-m",
-                "benchmarks.growth",
-                "--repeats",
-                str(args.repeats),
-                "--work",
-                implementation,
-                name,
-            ]
+            command = [sys.executable, "-m", "benchmarks.growth", f"--repeats={args.repeats}"]
+            command += ["--work", implementation, name]
             output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             found[name][implementation] = json.loads(output.splitlines()[-1])
         print(table(name, found[name]), flush=True)
