@@ -290,7 +290,7 @@ def _tensors(
                     continue
                 value = local.get(known, {}).get(name, nothing[one[name]])
                 if _is_gathered_flat(module, options):
-                    flat.append((known, name, value.detach()))
+                    flat.append((known, name, value.detach().reshape(-1)))
                 else:
                     pieces[module] += _pieces(known, name, value)
     values = _wholes_of_flat(flat, options)
