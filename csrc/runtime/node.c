@@ -15,17 +15,37 @@ static int append(PyObject **list, PyObject *item) {
     return PyList_Append(*list, item);
 }
 
-/* Parameters that are frozen beside others. `*frozen`: NULL, or a list. */
-static int add_frozen(const struct unit *part, PyObject **frozen) {
+/* Parameters that are frozen beside others. `*frozen`: NULL, or a list; `*which`: a sum that tells such sets apart. */
+static int add_frozen(const struct unit *part, PyObject **frozen, uint64_t *which) {
     const struct flat_param *param = &part->handle->param;
     for (int64_t i = 0; param->use_orig_params && i < param->num_params; i++) {
         int trains = torch_requires_grad(PyList_GetItem(param->params, i));
         if (trains > 0)
             continue;
+        *which = *which * 31 + (uint64_t)i + 1;
         if (trains < 0 || append(frozen, PyTuple_GetItem(part->handle->storage.copy->views, i)) < 0)
             return -1;
     }
     return 0;
+}
+
+/* Autograd takes the history from a view that is frozen from now on, which another graph may still read: that keeps the view, and the
+ * part has others. */
+static int add_frozen_anew(struct unit *part, PyObject **frozen) {
+    Py_ssize_t before = *frozen ? PyList_Size(*frozen) : 0;
+    uint64_t which = 0;
+    if (add_frozen(part, frozen, &which) < 0)
+        return -1;
+    bool same = which == part->frozen;
+    part->frozen = which;
+    if (same || !unit_of_part(part)->views_attached)
+        return 0;
+    if (*frozen && PyList_SetSlice(*frozen, before, PyList_Size(*frozen), NULL) < 0)
+        return -1;
+    if (unit_detach_part(part) < 0)
+        return -1;
+    part->in_node = true;
+    return add_frozen(part, frozen, &which);
 }
 
 /* New tuple, None where there is none, or NULL. */
@@ -34,7 +54,7 @@ static PyObject *frozen_views(struct unit *unit) {
     int result = 0;
     FOR_PARTS(part, unit)
         if (part->in_node && !result)
-            result = add_frozen(part, &frozen);
+            result = add_frozen_anew(part, &frozen);
     if (!result)
         tuple = frozen ? PyList_AsTuple(frozen) : Py_NewRef(Py_None);
     Py_XDECREF(frozen);

@@ -67,6 +67,7 @@ struct unit {
     PyObject *anchor_hook; /* owned; a hook that does not own the unit */
     bool views_attached;   /* the views carry history of an earlier forward */
     bool in_node;          /* of a part: its own do, as it was trained in the last one */
+    uint64_t frozen;       /* of a part: which of its parameters were not; 0: all were */
     PyObject *hooks_seen;  /* owned; the views had no hooks yet when torch's hook of this number was registered */
 
     PyObject *reshard_hook; /* owned; removable, on the inputs of a frozen unit; NULL when there is none */
