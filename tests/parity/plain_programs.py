@@ -22,7 +22,11 @@ What is documented as different is left out, or modelled where the comment names
 - without use_orig_params a unit is frozen as a whole (C-011);
 - a module within a unit may show views between a forward and its backward (C-091), which `zero_grad()` and
   `requires_grad_()` of that module do not see past, and a unit's do: what is not a unit is reached by its parameters;
-- such views are written to, or what the optimizer has: of both between two forwards of the root one is lost (C-091);
+- with use_orig_params, where others of the unit are trained, a parameter that is frozen between a forward and its
+  backward adds what that brings to a gradient that it has, and one that is unfrozen there has none of a checkpoint;
+- a backward through a checkpoint may raise after such a change (CheckpointError): the program ends where the plain
+  module's does;
+- views are written to, or what the optimizer has: of both between two forwards of the root one is lost (C-091);
 - summoned gradients need use_orig_params (X-105);
 - clipping without any gradient returns fp32 (A-115).
 """
@@ -47,6 +51,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullOptimStateDictConfig, StateDictType
+from torch.utils.checkpoint import CheckpointError
 
 from tests import ranks
 from tests.parity.engine import OPTIMIZERS, Point, Run, implementation
@@ -140,6 +145,10 @@ class Illegal(Exception):
     """The action is not legal in this state: it does nothing, on either side."""
 
 
+class Ended(Exception):
+    """The plain module's backward has raised: what it leaves is compared with nothing."""
+
+
 class Different(Exception):
     """What came out is not the plain module's."""
 
@@ -163,7 +172,8 @@ class Side(Run):
         default_factory=list
     )  # losses whose backward may come, and if of all units
     forgotten: list[Any] = field(default_factory=list)  # graphs that are alive, but may not be used
-    local: bool = False  # there are gradients that no_sync kept local
+    graded: bool = False  # there are gradients
+    local: bool = False  # of these that no_sync kept local
     kept: bool = False  # the last backward may have left parameters gathered, for the forward after no_sync
     ran: bool = False  # the root has run
     viewed: bool = False  # modules may show views, for a backward
@@ -269,6 +279,7 @@ class Side(Run):
             sum(loss for loss, _ in chosen).backward(retain_graph=retain)
         if not retain:
             self.graphs = [graph for graph in self.graphs if not any(graph is one for one in chosen)]
+        self.graded = True
         whole = sync and any(of_all for _, of_all in chosen)
         self.local = not sync or (self.local and not whole)
         self.kept = not sync or (self.kept and not whole)
@@ -304,6 +315,7 @@ class Side(Run):
         else:
             (self.model if by_model else self.optimizer).zero_grad(set_to_none=to_none)
             self.local = self.local and not to_none
+            self.graded = self.graded and not to_none
 
     def do_clip(self, norm_type: float) -> Any:
         self.needs_reduced()
@@ -336,8 +348,8 @@ class Side(Run):
 
     def do_freeze(self, block: int, inner: bool, frozen: bool) -> None:
         plan = self.plan(block).plan
-        if self.graphs and (self.point.use_orig_params or self.plan(block).checkpoint is not None):
-            raise Illegal  # not mended: a parameter frozen amid a step, in a unit that is trained, gets its gradient
+        if self.graphs and self.point.use_orig_params and (self.graded if frozen else self.plan(block).checkpoint):
+            raise Illegal  # [Note: What the plain module does otherwise]
         if plan in (("nested", "inner") if inner else ("unit", "nested")):
             (self.blocks()[block].inner if inner else self.stack.blocks[block]).requires_grad_(not frozen)
         elif not self.point.use_orig_params:
@@ -432,7 +444,7 @@ class Side(Run):
         self.ran = True
         if place == "backward":
             self.optimizer.zero_grad()
-            self.local = False
+            self.local = self.graded = False
         return {"raised": raised}
 
 
@@ -590,6 +602,8 @@ def run_program(rank: int, world_size: int, program: Program, implementation_nam
             if failure is not None:
                 return f"action {number}, {action}: {failure}"
         return None
+    except Ended:
+        return None
     finally:
         torch.set_default_dtype(before)
 
@@ -597,16 +611,20 @@ def run_program(rank: int, world_size: int, program: Program, implementation_nam
 def _run_action(sharded: Side, plain: Side, action: Operation) -> str | None:
     found = []
     try:
-        for side in (sharded, plain):
+        for side in (plain, sharded):
             found.append(getattr(side, "do_" + action.name)(**dict(action.arguments)) or {})
-        compare_returned(found[0], found[1], plain.model, plain.optimizer)
+        compare_returned(found[1], found[0], plain.model, plain.optimizer)
         compare_states(sharded, plain)
     except Illegal:
         pass
     except Different as different:
         return str(different)
+    except CheckpointError as error:
+        if not found:
+            raise Ended from error
+        return f"sharded raised CheckpointError: {error}"
     except Exception as error:
-        return f"{'plain' if found else 'sharded'} raised {type(error).__name__}: {error}"
+        return f"{'sharded' if found else 'plain'} raised {type(error).__name__}: {error}"
     return None
 
 
