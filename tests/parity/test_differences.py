@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -887,6 +888,34 @@ def test_row_45_reentrant_checkpoints_around_parts_of_a_unit_train(rank: int, wo
     races.forget()
     expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum(), around="reentrant")
     assert_close(step("fsdp_c"), expected)
+
+
+@pytest.mark.parametrize("which", BOTH)
+@on_ranks(2)
+def test_a_reentrant_checkpoint_within_one_around_all_of_a_unit_raises_in_both(
+    rank: int, world_size: int, which: str
+) -> None:
+    """The remedy is another kind of checkpoint."""
+
+    class Nested(nn.Module):
+        def __init__(self, use_reentrant: bool) -> None:
+            super().__init__()
+            self.net, self.use_reentrant = plain(around="reentrant"), use_reentrant
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.net, x.requires_grad_(), use_reentrant=self.use_reentrant)
+
+    def gradients(use_reentrant: bool) -> Any:
+        model = wrap(which, Nested(use_reentrant))
+        model(batch(rank)).sum().backward()
+        return full_gradients(model)
+
+    said = gradients_or_error(lambda: gradients(True))
+    races.forget()
+    assert isinstance(said, str) and re.search("storage|shape|1-D", said)
+    if which == "fsdp_c":
+        expected = plain_gradients(world_size, lambda model, one: model(batch(one)).sum(), around="reentrant")
+        assert_close(gradients(False), expected)
 
 
 @on_ranks(2)
