@@ -68,7 +68,7 @@ from fsdp_c.sharding.traversal import (
     check_module,
     clean_path,
     flat_param_name,
-    named_params,
+    other_params,
     unwrapped,
 )
 from fsdp_c.sharding.wrap import Policy, auto_wrap, check_policy, unit_name
@@ -673,10 +673,7 @@ class FullyShardedDataParallel(ShardedModule):
         handles = [unit._handle for unit in units_of(self) if unit._handle is not None]
         originals = [param for handle in handles for param in handle.flat_param._params or ()]
         yield from originals
-        known = set(map(id, originals))
-        for param in named_params(self).values():
-            if id(param) not in known and isinstance(param, nn.Parameter):
-                yield param
+        yield from (param for param in other_params(self, originals) if isinstance(param, nn.Parameter))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""

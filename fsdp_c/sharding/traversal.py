@@ -7,7 +7,7 @@ can ask.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -192,6 +192,23 @@ def named_buffers(
         for name, child in reversed(current._modules.items()):
             if child is not None and not is_left_out(child):
                 pending.append((f"{prefix}{name}.", child))
+
+
+def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
+    """What modules below ``module`` show as parameters beside ``params``: flat ones, views, and what no unit manages."""
+    seen = set(map(id, params))
+    visited: set[nn.Module] = set()
+    pending = [module]
+    while pending:
+        current = pending.pop()
+        if current in visited:
+            continue
+        visited.add(current)
+        for param in current._parameters.values():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                yield param
+        pending.extend(child for child in current._modules.values() if child is not None)
 
 
 def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
