@@ -195,7 +195,7 @@ def named_buffers(
 
 
 def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
-    """What modules below ``module`` show as parameters beside ``params``: flat ones, views, and what no unit manages."""
+    """What modules below ``module`` show as parameters beside ``params``: flat ones, views, those that no unit has."""
     seen = set(map(id, params))
     visited: set[nn.Module] = set()
     pending = [module]
