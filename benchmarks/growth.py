@@ -356,6 +356,8 @@ def plot(found: dict[str, dict[str, list[dict[str, float]]]], path: Path) -> Non
             panel.plot([], [], color=color, label=implementation)
         panel.loglog(sizes, [size / sizes[0] for size in sizes], "k--", linewidth=1, label="exponent 1")
         panel.set_title(name, fontsize=9)
+        panel.minorticks_off()
+        panel.set_xticks(sizes, list(map(str, sizes)))
     panels[0][0].legend(fontsize=7)
     panels[0][0].set_ylabel("CPU ms, a line for each operation")
     figure.tight_layout()

@@ -420,6 +420,9 @@ def _enter(fsdp_module: ShardedModule, stack: contextlib.ExitStack, binds: bool 
 
 def _finish_buffers(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -> None:
     """Drop, offload or cast back the persistent buffers of the unit."""
+    casts = fsdp_module.mixed_precision.buffer_dtype is not None
+    if not (casts or fsdp_module._state_dict_config.offload_to_cpu or is_dropped(fsdp_module)):
+        return
     first_names: dict[Tensor, str] = {}  # the original dtypes stand under the first name of a shared buffer
     for name, buffer in named_buffers(fsdp_module._fsdp_wrapped_module, is_unit):
         key = prefix + clean_name(name)
