@@ -17,7 +17,7 @@ import reprlib
 import resource
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -110,11 +110,38 @@ class Chunk(NamedTuple):
         return math.prod(self.sizes)
 
 
-@dataclass
 class TensorEntry:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[Chunk]
+    """A tensor. Its chunks are made, and looked at, when they are first asked for: CheckpointError then."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make_chunks: Callable[[], Sequence[Chunk]]) -> None:
+        self.shape, self.dtype = shape, dtype
+        self._make_chunks: Callable[[], Sequence[Chunk]] | None = make_chunks
+        self._chunks: Sequence[Chunk] | None = None
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        if self._chunks is None:
+            assert self._make_chunks is not None, "chunks of an entry that was let go"
+            self._chunks = self._make_chunks()
+            self._make_chunks = None
+        return self._chunks
+
+    def let_go(self) -> None:
+        """Give back what chunks are made of; those that have been made stay."""
+        self._make_chunks = None
+
+    def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
+        """The chunks that have elements of a box, with their indices."""
+        ends = [start + size for start, size in zip(offsets, sizes, strict=True)]
+        dim = max(range(len(ends)), key=lambda dim: self.shape[dim] / max(sizes[dim], 1), default=None)
+        for index, chunk in enumerate(self.chunks):
+            if dim is not None:
+                start = chunk.offsets[dim]
+                if start >= ends[dim] or start + chunk.sizes[dim] <= offsets[dim]:
+                    continue
+            each = zip(chunk.offsets, chunk.sizes, offsets, ends, strict=True)
+            if all(start < last and first < start + size for start, size, first, last in each):
+                yield index, chunk
 
     @property
     def nbytes(self) -> int:
@@ -181,11 +208,11 @@ class Checkpoint:
         """Give back the files that are held."""
         _close_all(self.held)
 
-    @staticmethod
-    def raw_entry(entry: TensorEntry) -> dcp.TensorStorageMetadata:
-        """In the form that DCP plans with."""
-        chunks = [dcp.ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
-        return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+    def let_go(self) -> None:
+        """Give back what was read of entries whose chunks nobody has asked for."""
+        for entry in self.entries.values():
+            if isinstance(entry, TensorEntry):
+                entry.let_go()
 
 
 def _close_all(files: dict[str, BinaryIO]) -> None:
@@ -193,22 +220,36 @@ def _close_all(files: dict[str, BinaryIO]) -> None:
         files.popitem()[1].close()
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Path, *, whole: bool = True) -> Checkpoint:
     """What is in the folder ``path``; tensors' data are not read.
 
+    Not ``whole``: where the parts of a tensor lie is looked at when it is asked for, and what is wrong raises then.
     Raises FileNotFoundError for no checkpoint, CheckpointError for one that is damaged or was not written by DCP.
     """
     folder = locate(path)
     try:
         with _no_collections():
-            return _Reader(folder).read()
+            checkpoint = _Reader(folder).read()
+            if whole:
+                _make_all(checkpoint.entries)
+            return checkpoint
     except CheckpointError:
         raise
     except OSError:
         raise
     except Exception as error:
         # unpickling and the values found can fail in any way
-        raise CheckpointError(f"{folder / METADATA}: damaged, or not written by DCP ({error})") from error
+        raise _damaged(folder, error) from error
+
+
+def _make_all(entries: dict[str, Entry]) -> None:
+    for entry in entries.values():
+        if isinstance(entry, TensorEntry):
+            _ = entry.chunks
+
+
+def _damaged(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{folder / METADATA}: damaged, or not written by DCP ({error})")
 
 
 @contextmanager
@@ -236,14 +277,14 @@ class _Reader:
         _require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
         _require(type(metadata.state_dict_metadata) is dict, "it has no entries")
         _require(type(metadata.storage_data) is dict, "it does not say where entries are")
-        stored = self._stored(metadata.storage_data)
+        stored, has_pieces = self._stored(metadata.storage_data)
         entries = {}
         for key, value in metadata.state_dict_metadata.items():
             _require(type(key) is str, f"a key is {type(key).__name__}")
-            entries[key] = self._entry(key, value, stored)
-        has_pieces = any(place is not None for _, _, _, place in stored.values())
+            entries[key] = self._entry(key, value, stored.get(key, []))
         # a file of checksums that does not fit is of a checkpoint of ours that torch replaced with its own
         if has_pieces and problem is not None:
+            _make_all(entries)  # what is wrong with an entry says more
             raise problem
         if checksums is not None:
             self._check_files(checksums)
@@ -279,48 +320,71 @@ class _Reader:
             self.sizes[name] = path.stat().st_size
         return self.sizes[name]
 
-    def _stored(self, storage_data: dict[Any, Any]) -> dict[tuple[str, Any], tuple[str, int, int, Place | None]]:
-        stored = {}
+    def _stored(self, storage_data: dict[Any, Any]) -> tuple[dict[str, list[tuple[Any, Any]]], bool]:
+        """The places by key, of which no more is looked at than the file; and whether any is of fsdp_c."""
+        stored: dict[str, list[tuple[Any, Any]]] = {}
+        has_pieces = False
         for index, info in storage_data.items():
             _require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
-            what = f"the place of {index.fqn}"
-            _require(_kind(info) == "_StorageInfo", f"{what} is {_kind(info)}")
+            _require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
+            self._size(info.relative_path)
+            has_pieces = has_pieces or info.piece is not None
+            stored.setdefault(index.fqn, []).append((index.offset, info))
+        return stored, has_pieces
+
+    def _places(self, key: str, stored: list[tuple[Any, Any]]) -> dict[Any, tuple[str, int, int, Place | None]]:
+        """The places of one key, by offsets."""
+        places, what = {}, f"the place of {key}"
+        for index, info in stored:
             unknown = set(vars(info)) - _STORAGE_INFO
             _require(not unknown, f"{what} has {reprlib.repr(unknown)}")
-            _require(not info.transform_descriptors, f"{index.fqn} is compressed or encrypted")
-            offset = None if index.offset is None else ints(index.offset, what)
+            _require(not info.transform_descriptors, f"{key} is compressed or encrypted")
+            offset = None if index is None else ints(index, what)
             start, length = ints((info.offset, info.length), what)
             size = self._size(info.relative_path)
             if start + length > size:
                 raise CheckpointError(
-                    f"{self.folder / info.relative_path}: {size} bytes, but {index.fqn} ends at {start + length}: torn"
+                    f"{self.folder / info.relative_path}: {size} bytes, but {key} ends at {start + length}: torn"
                 )
-            place = _place(info.piece, start, length, what)
-            stored[index.fqn, offset] = (info.relative_path, start, length, place)
-        return stored
+            places[offset] = (info.relative_path, start, length, _place(info.piece, start, length, what))
+        return places
 
-    def _entry(self, key: str, value: Any, stored: dict[Any, Any]) -> Entry:
+    def _entry(self, key: str, value: Any, stored: list[tuple[Any, Any]]) -> Entry:
         if _kind(value) == "BytesStorageMetadata":
-            _require((key, None) in stored, f"{key} is nowhere")
-            return BytesEntry(*stored[key, None])
+            places = self._places(key, stored)
+            _require(None in places, f"{key} is nowhere")
+            return BytesEntry(*places[None])
         _require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
         shape = _shape(value.size, key)
         dtype = _dtype(value.properties)
         _require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
-        chunks = [self._chunk(key, shape, dtype, chunk, stored) for chunk in value.chunks]
+
+        def make_chunks() -> list[Chunk]:
+            try:
+                with _no_collections():
+                    return self._chunks(key, shape, dtype, value.chunks, self._places(key, stored))
+            except CheckpointError:
+                raise
+            except Exception as error:
+                raise _damaged(self.folder, error) from error
+
+        return TensorEntry(shape, dtype, make_chunks)
+
+    def _chunks(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any) -> list[Chunk]:
+        chunks = [self._chunk(key, shape, dtype, chunk, places) for chunk in raw]
         total = sum(chunk.numel for chunk in chunks)
         _require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
         _require(total * dtype.itemsize <= sum(self.sizes.values()), f"{key} is larger than all files")
         _require(do_tile([(c.offsets, c.sizes) for c in chunks], shape), f"chunks of {key} overlap")
-        return TensorEntry(shape, dtype, chunks)
+        return chunks
 
-    def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, stored: Any) -> Chunk:
+    def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, places: Any) -> Chunk:
         _require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
         offsets, sizes = ints(chunk.offsets, key), _shape(chunk.sizes, key)
         fits = len(offsets) == len(sizes) == len(shape)
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
         _require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
-        place = stored.get((key, offsets)) or stored.get((key, None))
+        place = places.get(offsets) or places.get(None)
         _require(place is not None, f"the chunk {offsets} of {key} is nowhere")
         found = Chunk(offsets, sizes, *place)
         nbytes = found.numel * dtype.itemsize

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
 from fsdp_c import _C
@@ -51,6 +51,7 @@ from fsdp_c.checkpoint.storage import (
     chunk_of,
     item_nbytes,
     narrowed,
+    read_items,
     read_nested,
     read_object,
 )
@@ -302,7 +303,7 @@ class _Loading:
     ) -> None:
         self.model = model
         self.own = model_state(model)
-        self.checkpoint = read_checkpoint(path)
+        self.checkpoint = read_checkpoint(path, whole=False)
         _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
         self.nested: dict[str, tuple[str, Any]] = {}  # modules' own state by name: its key, and what it is now
@@ -319,8 +320,9 @@ class _Loading:
             self.optim.check()
         self.own_state = {n: as_held(read_nested(self.checkpoint, key), held) for n, (key, held) in self.nested.items()}
         self.extra: StateDict = read_nested(self.checkpoint, EXTRA) or {}
-        items = (item for each in self.items.values() for item in each if item.lengths.numel())
+        items = (item for each in self.items.values() for item in each)
         self.checkpoint.hold(chunk_of(self.checkpoint, item).file for item in items)
+        self.checkpoint.let_go()
 
     def _add_model(self, model: nn.Module, prefix: str, others: set[str], strict: bool) -> None:
         expected = {prefix + name: value for name, value in self.own.items()}
@@ -360,8 +362,8 @@ class _Loading:
     def _read_items(self, key: str, target: Tensor) -> list[ReadItem]:
         entry = self.checkpoint.entries[key]
         assert isinstance(entry, TensorEntry)
-        wanted = _create_chunk_list(target)
-        items = create_read_items_for_chunk_list(key, self.checkpoint.raw_entry(entry), wanted)
+        wanted = [chunk for chunk in _create_chunk_list(target) if chunk.sizes.numel()]
+        items = [item for chunk in wanted for item in read_items(key, entry, chunk)]
         found, numel = sum(item.lengths.numel() for item in items), sum(chunk.sizes.numel() for chunk in wanted)
         if found != numel:
             raise CheckpointError(f"{self.checkpoint.folder}: {found} of {numel} elements wanted of {key} are there")
@@ -389,7 +391,7 @@ class _Loading:
         return self.extra
 
     def _read(self, items: list[ReadItem], report: Report | None = None) -> None:
-        Reader(self.checkpoint, report).read([item for item in items if item.lengths.numel()], self._memory)
+        Reader(self.checkpoint, report).read(items, self._memory)
 
     def _memory(self, item: ReadItem) -> Tensor:
         target = find_tensor_shard(self.targets[item.dest_index.fqn], item.dest_index).detach()

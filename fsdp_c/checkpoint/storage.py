@@ -7,7 +7,7 @@ import enum
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -276,6 +277,22 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
         depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
         set_element(result, ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])), value)
     return result.get("")
+
+
+def read_items(key: str, entry: TensorEntry, wanted: ChunkStorageMetadata) -> Iterator[ReadItem]:
+    """What to read of which chunk, to fill the box ``wanted`` of a tensor."""
+    for index, chunk in entry.within(wanted.offsets, wanted.sizes):
+        boxes = list(zip(chunk.offsets, chunk.sizes, wanted.offsets, wanted.sizes, strict=True))
+        starts = [max(theirs, own) for theirs, _, own, _ in boxes]
+        ends = [min(theirs + size, own + length) for theirs, size, own, length in boxes]
+        yield ReadItem(
+            type=LoadItemType.TENSOR,
+            dest_index=MetadataIndex(key, wanted.offsets),
+            dest_offsets=torch.Size(start - own for start, own in zip(starts, wanted.offsets, strict=True)),
+            storage_index=MetadataIndex(key, torch.Size(chunk.offsets), index),
+            storage_offsets=torch.Size(start - theirs for start, theirs in zip(starts, chunk.offsets, strict=True)),
+            lengths=torch.Size(end - start for start, end in zip(starts, ends, strict=True)),
+        )
 
 
 def chunk_of(checkpoint: Checkpoint, item: ReadItem) -> Chunk:

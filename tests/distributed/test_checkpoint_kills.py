@@ -143,15 +143,15 @@ def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size
                 param.fill_(version)
         checkpoint.save(model, None, other if version == 3 else target, extra={"version": version})
 
-    def read(path: Path) -> Any:
+    def read(path: Path, **options: Any) -> Any:
         reads.append(path)
         if rank == 1 and len(reads) == 1:
-            found = original(path)
+            found = original(path, **options)
             replace(path, other)
             return found
         while len(list(path.glob("fsdp_c-data-*"))) < 2:
             time.sleep(0.01)  # until rank 1 has replaced the one that it found
-        return original(path)
+        return original(path, **options)
 
     with mock.patch.object(saving, "read_checkpoint", read):
         found = checkpoint.load(model, None, path)

@@ -8,6 +8,7 @@ import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli
+from fsdp_c.checkpoint import CheckpointError, cli, metadata
 from tests.checkpoints import fill, killed_at
 
 
@@ -248,6 +249,23 @@ def test_a_folder_that_cannot_be_flushed_is_told_of_once_the_checkpoint_is_there
     assert not in_place or (path / "__0_0.distcp").exists()  # the old data stay: the old name may come back
     save(path, 3)
     assert loaded_version(path) == 3 and not (path / "__0_0.distcp").exists()
+
+
+def test_a_load_looks_only_at_the_parts_of_what_it_reads(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    save(path, 7)
+    model, _ = model_of(-1)
+    looked_at: list[str] = []
+    chunk = metadata._Reader._chunk
+
+    def noted(self: metadata._Reader, key: str, *rest: Any) -> metadata.Chunk:
+        looked_at.append(key)
+        return chunk(self, key, *rest)
+
+    with mock.patch.object(metadata._Reader, "_chunk", noted):
+        checkpoint.load(model, None, path)
+    assert sorted(looked_at) == ["model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight"]
+    assert all((param == 7).all() for param in model.parameters())
 
 
 def test_progress_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
