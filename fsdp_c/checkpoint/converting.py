@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from fsdp_c.checkpoint.folder import (
     CheckpointError,
@@ -32,7 +32,7 @@ from fsdp_c.checkpoint.formats import DTYPES, SUFFIXES
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.pieces import Described, FileWriter, Place, in_memory, memory, pickled
 from fsdp_c.checkpoint.sources import Info
-from fsdp_c.checkpoint.storage import finish_folder, storage_info
+from fsdp_c.checkpoint.storage import finish_folder, metadata_pickler, storage_info
 from fsdp_c.checkpoint.values import boxes_of
 from fsdp_c.compat.aliases import StateDict
 
@@ -155,9 +155,12 @@ class DcpSink:
                 files[name] = (writer.size, writer.framing_crc32)
             else:
                 (temporary / Path(name).name).unlink()
-        metadata = dcp.Metadata(self.metadata, planner_data=self.paths)
+        metadata = dcp.Metadata(self.metadata, planner_data=self.paths, storage_data=self.stored)
         metadata.storage_meta = dcp.StorageMeta(checkpoint_id=str(path))
-        finish_folder(temporary, path, metadata, self.stored, files)
+        metadata.version = CURRENT_DCP_VERSION
+        content = io.BytesIO()
+        metadata_pickler(content, protocol=4).dump(metadata)
+        finish_folder(temporary, path, [content.getvalue()], files)
 
 
 # ----------------------------------------------------------------- torch.save

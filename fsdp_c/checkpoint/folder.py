@@ -34,7 +34,7 @@ import re
 import socket
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -193,10 +193,11 @@ def data_file(temporary: Path, path: Path, rank: int) -> str:
     return f"{temporary.name}/{name}" if temporary.parent == path else name
 
 
-def write_file(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes | Iterable[bytes]) -> None:
     """Write a file and flush it to the disk."""
-    with path.open("wb") as file:
-        file.write(content)
+    with path.open("wb", buffering=2**20) as file:
+        for part in (content,) if isinstance(content, bytes) else content:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
 

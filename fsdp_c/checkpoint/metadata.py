@@ -477,9 +477,9 @@ def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict
 # ----------------------------------------------------------------- checksums
 
 
-def checksums_content(metadata: bytes, files: dict[str, tuple[int, int]]) -> bytes:
-    """The file of checksums, of ``.metadata`` and of (size, framing CRC-32) by file."""
-    listed: dict[str, Any] = {METADATA: {"size": len(metadata), "crc32": zlib.crc32(metadata)}}
+def checksums_content(metadata: tuple[int, int], files: dict[str, tuple[int, int]]) -> bytes:
+    """The file of checksums, of (size, CRC-32) of ``.metadata`` and of (size, framing CRC-32) by file."""
+    listed: dict[str, Any] = {METADATA: dict(zip(("size", "crc32"), metadata, strict=True))}
     for name, (size, crc32) in sorted(files.items()):
         listed[name] = {"size": size, "framing_crc32": crc32}
     text = {"format": FORMAT, "version": VERSION, "algorithm": "crc32", "files": listed}

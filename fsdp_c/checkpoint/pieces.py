@@ -219,3 +219,6 @@ def _framing(
     count = len(members)
     end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, count, count, len(directory), len(head) + nbytes, 0)
     return head, directory + end
+
+
+TAIL_NBYTES = len(_framing(torch.uint8, (1,), (1,), 0, 0)[1])  # behind the data of every piece

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
 from torch.distributed.checkpoint.utils import find_tensor_shard
 
@@ -42,20 +41,19 @@ from fsdp_c.checkpoint.model_state import (
     show_loaded,
     uncompiled_keys,
 )
-from fsdp_c.checkpoint.objects import pickled, plain
+from fsdp_c.checkpoint.objects import plain
 from fsdp_c.checkpoint.optim_state import OptimTarget, optim_state
 from fsdp_c.checkpoint.storage import (
     Reader,
     Report,
-    Writer,
     chunk_of,
-    item_nbytes,
     narrowed,
     read_items,
     read_nested,
     read_object,
 )
 from fsdp_c.checkpoint.values import TOO_DEEP, LocalParts, as_held, mapped_tensors, whole_value
+from fsdp_c.checkpoint.writing import Planner, Writer
 from fsdp_c.compat.aliases import StateDict
 from fsdp_c.sharding.common import tell
 from fsdp_c.tools import flight_recorder
@@ -109,8 +107,8 @@ def save(
         (state, _), told = ranks.agree(what, prepare, lambda prepared: prepared[1])
         shown = progress and ranks.is_first
         with warnings.catch_warnings(), progress_bar("saving", shown) as (report, set_total):
-            writer = Writer(told[0], target, report)
-            planner = _SavePlanner(set_total)
+            planner = Planner(set_total)
+            writer = Writer(told[0], target, planner, report)
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 with flight_recorder.explained(what):
@@ -253,24 +251,6 @@ def _whole_on_rank_0(name: str, tensor: Tensor) -> Tensor:
             f"{tuple(value.shape)}, and alone saves what is in extra: make it a buffer of the model, or pass it whole"
         )
     return value
-
-
-class _SavePlanner(DefaultSavePlanner):
-    """DCP's planner, which also reports how much this rank will write."""
-
-    def __init__(self, set_total: Report) -> None:
-        super().__init__()
-        self.set_total = set_total
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """What is pickled is read at once, before anything is published, as ``load`` will read it."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            return pickled(object)
-        return super().transform_object(write_item, object)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        self.set_total(sum(item_nbytes(item) for item in new_plan.items))
-        return super().finish_plan(new_plan)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copyreg
 import enum
 import io
-import os
 import pickle
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -14,24 +14,20 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.archives import check_archive
-from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, data_file, publish, write_file
+from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntry, checksums_content
-from fsdp_c.checkpoint.pieces import FileWriter, Place, in_memory, memory, read_data
+from fsdp_c.checkpoint.pieces import Place, memory, read_data
 from fsdp_c.compat.aliases import StateDict
 
 Report = Callable[[int], object]  # takes the number of bytes that were just done
@@ -44,66 +40,7 @@ def storage_info(file: str, start: int, end: int, place: Place) -> _StorageInfo:
     return info
 
 
-class Writer(StorageWriter):
-    """Writes ``temporary`` and publishes it as ``path``: see [Note: In place at once]."""
-
-    def __init__(self, temporary: Path, path: Path, report: Report | None = None) -> None:
-        self.temporary, self.path = temporary, path
-        self.report = report or (lambda nbytes: None)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        names = [data_file(self.temporary, self.path, rank) for rank in range(len(plans))]
-        return [SavePlan(p.items, name, p.planner_data, p.usable) for name, p in zip(names, plans, strict=True)]
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self.path))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return False
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; the last result says its size and checksum."""
-        results: list[WriteResult] = []
-        if plan.items:
-            # exclusively: an existing file is another rank's
-            path = self.temporary / Path(plan.storage_data).name
-            with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
-                results = _write_items(plan, planner, FileWriter(file), self.report)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank, once all have written."""
-        files: dict[str, tuple[int, int]] = {}
-        stored: dict[MetadataIndex, _StorageInfo] = {}
-        for result in (result for each in results for result in each):
-            if isinstance(result.storage_data, tuple):
-                name, size, crc32 = result.storage_data
-                files[name] = (size, crc32)
-            else:
-                stored[result.index] = result.storage_data
-        metadata.storage_meta = self.storage_meta()
-        finish_folder(self.temporary, self.path, metadata, stored, files)
-
-
-def finish_folder(
-    temporary: Path,
-    path: Path,
-    metadata: Metadata,
-    stored: dict[MetadataIndex, _StorageInfo],
-    files: dict[str, tuple[int, int]],
-) -> None:
+def finish_folder(temporary: Path, path: Path, metadata: Iterable[bytes], files: dict[str, tuple[int, int]]) -> None:
     """Write what says where everything is, and publish it. ``files`` are named as from the checkpoint's folder."""
     for name, (size, _) in files.items():
         written = temporary / Path(name).name
@@ -113,21 +50,30 @@ def finish_folder(
                 f"{written}: {size} bytes were written by its rank, and rank 0 finds "
                 f"{'no file' if found is None else found}: {path.parent} must be on a file system that all ranks share"
             )
-    metadata.storage_data = stored
-    metadata.version = CURRENT_DCP_VERSION
-    content = _pickled(metadata)
-    write_file(temporary / METADATA, content)
-    write_file(temporary / CHECKSUMS, checksums_content(content, files))
+    counted = Counted(metadata)
+    write_file(temporary / METADATA, counted)
+    write_file(temporary / CHECKSUMS, checksums_content((counted.size, counted.crc32), files))
     publish(temporary, path)
 
 
-def _pickled(metadata: Metadata) -> bytes:
+class Counted:
+    """What passes, with its size and its CRC-32."""
+
+    def __init__(self, parts: Iterable[bytes]) -> None:
+        self.parts, self.size, self.crc32 = parts, 0, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self.parts:
+            self.size += len(part)
+            self.crc32 = zlib.crc32(part, self.crc32)
+            yield part
+
+
+def metadata_pickler(file: BinaryIO, protocol: int) -> pickle.Pickler:
     """For every torch from 2.10: since 2.15 ``TensorProperties`` has one value more, which older ones refuse."""
-    content = io.BytesIO()
-    pickler = pickle.Pickler(content, protocol=4)
+    pickler = pickle.Pickler(file, protocol=protocol)
     pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduced, _MEM_FORMAT_ENCODING: _by_value}
-    pickler.dump(metadata)
-    return content.getvalue()
+    return pickler
 
 
 def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
@@ -138,51 +84,6 @@ def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
 def _by_value(member: enum.Enum) -> tuple[Any, ...]:
     """CPython 3.11.0 to 3.11.3 pickle members of enums as calls of ``getattr``, which no reader should make."""
     return type(member), (member.value,)
-
-
-def _write_items(plan: SavePlan, planner: SavePlanner, writer: FileWriter, report: Report) -> list[WriteResult]:
-    name = plan.storage_data
-    known: dict[object, _StorageInfo] = {}  # by memory: what is shared under several names is written once
-    results = []
-    for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-        start = writer.size
-        try:
-            data = planner.resolve_data(item)
-            key = _memory_key(data)
-            info = known.get(key)
-            if info is None:
-                place = _write_one(data, writer)
-                info = storage_info(name, start, writer.size, place)
-                if key is not None:
-                    known[key] = info
-        except OSError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{item.index.fqn}: {error}") from error
-        report(item_nbytes(item))
-        results.append(WriteResult(item.index, info.length, info))
-    writer.finish()
-    results.append(WriteResult(MetadataIndex(""), 0, (name, writer.size, writer.framing_crc32)))
-    return results
-
-
-def _memory_key(data: object) -> object:
-    if not isinstance(data, Tensor) or not data.nbytes or data.device.type == "meta":
-        return None
-    return data.data_ptr(), data.device, data.dtype, data.shape, data.stride()
-
-
-def _write_one(data: Tensor | io.BytesIO, writer: FileWriter) -> Place:
-    if isinstance(data, io.BytesIO):
-        return writer.write_bytes(data.getbuffer())
-    return writer.write_tensor(in_memory(data))
-
-
-def item_nbytes(item: WriteItem) -> int:
-    """The size of the tensors written for it, in bytes."""
-    if item.tensor_data is None:
-        return 0
-    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
 
 
 # ----------------------------------------------------------------- reading

@@ -21,12 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from fsdp_c import _C
-from fsdp_c.checkpoint.pieces import MAX_NBYTES, is_dense
+from fsdp_c.checkpoint import pieces
+from fsdp_c.checkpoint.held import Held, Offsets, Order, range_boxes
+from fsdp_c.checkpoint.pieces import is_dense
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
-
-Offsets = tuple[int, ...]
-Order = tuple[int, ...] | None
 
 
 class Box(NamedTuple):
@@ -146,6 +144,15 @@ class RangeTensor(PartialTensor):
         end = self.start + self.local.numel()
         return f"RangeTensor(shape={tuple(self.shape)}, range=[{self.start}, {end}), local={self.local})"
 
+    @property
+    def held(self) -> Held | None:
+        """What this rank saves of it."""
+        numel = self.local.numel()
+        if self.is_replica or (not numel and self.shape.numel()):
+            return None
+        offsets, sizes = self.box
+        return Held(self.dtype, tuple(self.shape), self.order, offsets, sizes, self.start, numel, is_one_piece=False)
+
     @functools.cached_property
     def boxes(self) -> dict[Offsets, Tensor]:
         numel = self.local.numel()
@@ -166,33 +173,13 @@ def boxes_of(local: Tensor, shape: Sequence[int], start: int, order: Order) -> I
     if not math.prod(shape):
         yield (0,) * len(shape), local.view(tuple(shape))
         return
-    outer = list(shape) if order is None else [shape[dim] for dim in order]
     at = 0
-    for first, last in _steps(start, start + local.numel(), MAX_NBYTES // local.element_size()):
-        for offsets, sizes in _C.flat_range_boxes(outer, first, last):
-            numel = math.prod(sizes)
-            box_shape = tuple(sizes) if order is None else _natural(sizes, order)
-            yield (
-                tuple(offsets) if order is None else _natural(offsets, order),
-                from_memory_order(local[at : at + numel], box_shape, order),
-            )
-            at += numel
-
-
-def _steps(start: int, end: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, end) cut at multiples of ``step``, so that every holder of the tensor cuts at the same places."""
-    while start < end:
-        following = min(end, (start // step + 1) * step)
-        yield start, following
-        start = following
-
-
-def _natural(values: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Reorder from the order in memory to the order of the dimensions."""
-    result = [0] * len(order)
-    for value, dim in zip(values, order, strict=True):
-        result[dim] = value
-    return tuple(result)
+    for offsets, sizes in range_boxes(
+        shape, start, start + local.numel(), order, pieces.MAX_NBYTES // local.element_size()
+    ):
+        numel = math.prod(sizes)
+        yield offsets, from_memory_order(local[at : at + numel], sizes, order)
+        at += numel
 
 
 def box_of_rank(spec: DTensorSpec) -> Box:
@@ -211,7 +198,7 @@ def whole_value(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return in_box(tensor.to_local(), tensor.shape, box_of_rank(tensor._spec))
-    if tensor.nbytes <= MAX_NBYTES or not is_dense(tensor):
+    if tensor.nbytes <= pieces.MAX_NBYTES or not is_dense(tensor):
         return tensor
     return in_box(tensor, tensor.shape, None)
 

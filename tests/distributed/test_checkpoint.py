@@ -173,7 +173,7 @@ def test_of_replicas_one_is_written(tmp_path: Path) -> None:
 
 
 def body_save_in_small_pieces(rank: int, world_size: int, folder: str) -> None:
-    with mock.patch("fsdp_c.checkpoint.values.MAX_NBYTES", 24):
+    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 24):
         body_save(rank, world_size, folder)
         entries = read_checkpoint(Path(folder) / "ckpt").entries
     assert max(c.numel for e in entries.values() if hasattr(e, "chunks") for c in e.chunks if e.shape) <= 6
@@ -555,7 +555,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all_and_leaves_the_old_checkpoint(
     train(model, optimizer, 1)
     target, failing = {
         "write": ("fsdp_c.checkpoint.pieces.FileWriter.write_tensor", 1),
-        "plan": ("fsdp_c.checkpoint.values.RangeTensor.__create_write_items__", 1),
+        "plan": ("fsdp_c.checkpoint.writing.Planner.create_local_plan", 1),
         "state": ("fsdp_c.checkpoint.saving.optim_state", 1),
         "finish": ("fsdp_c.checkpoint.storage.publish", 0),
     }[where]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import re
 import subprocess
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorProperties
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import checkpoint
@@ -52,12 +53,39 @@ def test_metadata_written_by_torch_2_15_are_read_by_the_installed_torch(tmp_path
     assert all(torch.equal(value, torch.ones_like(value)) for value in found["model"].values())
 
 
-def test_metadata_are_pickled_as_pickle_would_on_older_versions(tmp_path: Path) -> None:
-    checkpoint.save(model_of(1.0), None, tmp_path / "saved")
+def test_metadata_hold_what_torch_looks_for_and_what_pickle_would_write_on_older_versions(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[1](model[0](torch.ones(3, 3, 5))[None]).sum().backward()
+    optimizer.step()
+    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 16):
+        checkpoint.save(model, optimizer, tmp_path / "saved", extra={"b": [1, {"c": torch.ones(2)}], "a": "x"})
     content = (tmp_path / "saved" / METADATA).read_bytes()
-    if len(TensorProperties().__getstate__()) > 5:
-        pytest.skip("this torch writes more")
-    assert pickle.dumps(pickle.loads(content), protocol=4) == content
+    found = pickle.loads(content)
+    keys = [key for key in found.state_dict_metadata if key.startswith("extra")]
+    assert keys == ["extra.b.0", "extra.b.1.c", "extra.a"] and found.planner_data[keys[1]] == ("extra", "b", 1, "c")
+    assert found.version == "1.0.0" and found.storage_meta.checkpoint_id == str(tmp_path / "saved")
+    indices = {index: index.index for index in found.storage_data}
+    places = set()
+    for key, entry in found.state_dict_metadata.items():
+        chunks = getattr(entry, "chunks", [])
+        for number, chunk in enumerate(chunks):
+            assert indices.pop(MetadataIndex(key, chunk.offsets)) == number
+            info = found.storage_data[MetadataIndex(key, chunk.offsets)]
+            stored = (tmp_path / "saved" / info.relative_path).read_bytes()
+            loaded = torch.load(io.BytesIO(stored[info.offset :][: info.length]))
+            assert loaded.shape == chunk.sizes and loaded.dtype == entry.properties.dtype
+            offset, nbytes, _, strides = info.piece
+            assert nbytes == loaded.nbytes and info.offset < offset < offset + nbytes < info.offset + info.length
+            assert (loaded.stride() == strides) if strides else loaded.is_contiguous()
+            places.add((info.relative_path, info.offset))
+    assert {*indices.values()} == {None} and len(places) > 25  # what is left is objects
+    state = model.state_dict()
+    torch_reads = {"model": {key: torch.zeros_like(value) for key, value in state.items()}}
+    dcp.load(torch_reads, checkpoint_id=tmp_path / "saved", no_dist=True)
+    assert all(torch.equal(torch_reads["model"][key], value) for key, value in state.items())
+    if len(TensorProperties().__getstate__()) == 5:  # newer ones write more
+        assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_checkpoint_of_torch_2_15_is_loaded(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ class Headers(Subject):
         else:
             content = changed(pickle.loads(self.sound[METADATA]), rng)
         (self.folder / METADATA).write_bytes(content)
-        (self.folder / CHECKSUMS).write_bytes(checksums_content(content, self.files))
+        (self.folder / CHECKSUMS).write_bytes(checksums_content((len(content), zlib.crc32(content)), self.files))
         return METADATA
 
 

@@ -92,7 +92,7 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_its_memory(order, limit:
         local = torch.arange(start, end, dtype=torch.float32)
         indices = brute_force(shape, order)
         seen = []
-        with mock.patch("fsdp_c.checkpoint.values.MAX_NBYTES", limit):
+        with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", limit):
             boxes = list(boxes_of(local, shape, start, order))
         for offsets, box in boxes:
             assert box.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
@@ -108,7 +108,7 @@ def test_boxes_hold_each_element_of_a_range_once_and_in_its_memory(order, limit:
 
 def test_a_whole_tensor_larger_than_a_piece_is_divided_in_its_own_memory_order() -> None:
     image = torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    with mock.patch("fsdp_c.checkpoint.values.MAX_NBYTES", 100):
+    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 100):
         value = whole_value(image)
         assert isinstance(value, RangeTensor) and len(value.boxes) > 4
     assert value.order == memory_order(image.stride())

@@ -1,0 +1,190 @@
+"""Who writes what in a save: each rank says in a few lines what it holds, and the first one of them decides.
+
+Ranks send no list of boxes: see [Note: Parts by arithmetic] in fsdp_c/checkpoint/held.py. What the first rank does
+takes a time in proportion to the lists of keys that differ, and to the number of parts that ranks hold.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fsdp_c.checkpoint.held import Held
+from fsdp_c.checkpoint.metadata import PathInDict, do_tile
+
+Positions = Sequence[int]  # in a list of keys
+
+
+class RankPart(NamedTuple):
+    """Keys of which a rank holds the same."""
+
+    held: Held | None  # None for objects
+    packed: bytes  # the paths of the keys
+
+    @classmethod
+    def of(cls, held: Held | None, paths: list[PathInDict]) -> RankPart:
+        return cls(held, zlib.compress(pickle.dumps(paths), 1))
+
+    @property
+    def paths(self) -> list[PathInDict]:
+        paths: list[PathInDict] = pickle.loads(zlib.decompress(self.packed))  # of a rank of this very job
+        return paths
+
+
+RankPlan = list[RankPart]  # what one rank holds
+Kept = dict[int, list[int]]  # for parts of a rank's plan that it does not write in full, the keys that it writes
+
+
+class Source(NamedTuple):
+    """Who writes keys of a group: ``positions`` in the list of its part are ``slots`` in that of the group."""
+
+    rank: int
+    part: int
+    positions: Positions
+    slots: Positions
+
+
+@dataclass
+class Box:
+    """A box of the tensors of a group, and the ranges of it that are written."""
+
+    held: Held  # all of it
+    starts: list[int] = field(default_factory=list)  # of the ranges, each up to the next
+    sources: list[list[Source]] = field(default_factory=list)  # by range
+
+    def ranges(self) -> list[Held]:
+        ends = [*self.starts[1:], self.held.numel]
+        return [self.held._replace(start=s, numel=e - s) for s, e in zip(self.starts, ends, strict=True)]
+
+
+@dataclass
+class Group:
+    """Tensors that are divided in the same way, or objects, which have no boxes."""
+
+    paths: list[PathInDict]
+    boxes: list[Box]
+    sources: list[Source]  # of objects
+
+
+class Planned(NamedTuple):
+    """What all ranks write together."""
+
+    groups: list[Group]
+    kept: list[Kept]  # by rank
+
+
+def key_of(path: PathInDict) -> str:
+    """The key under which DCP keeps what has this path in a nested dict."""
+    return ".".join(map(str, path))
+
+
+class _Row(NamedTuple):
+    """A part of a rank's plan, as far as it is of one group."""
+
+    rank: int
+    part: int
+    held: Held | None
+    positions: Positions
+
+
+def merged(plans: Sequence[RankPlan]) -> Planned:
+    """One writer for all that ranks hold. ValueError where that is not all of a tensor, or some of it twice."""
+    lists: dict[bytes, list[PathInDict]] = {}
+    for part in (part for plan in plans for part in plan):
+        if part.packed not in lists:
+            lists[part.packed] = part.paths
+    loads = [0] * len(plans)
+    groups = [_group(paths, rows, loads) for paths, rows in _rows_by_group(plans, lists)]
+    return Planned(groups, _kept(plans, groups, lists))
+
+
+def _rows_by_group(
+    plans: Sequence[RankPlan], lists: dict[bytes, list[PathInDict]]
+) -> list[tuple[list[PathInDict], list[_Row]]]:
+    """The keys that stand in the same lists, with the parts that have them."""
+    found_in: dict[PathInDict, list[tuple[int, int]]] = {}  # list and position in it
+    for index, paths in enumerate(lists.values()):
+        for position, path in enumerate(paths):
+            found_in.setdefault(path, []).append((index, position))
+    together: dict[tuple[int, ...], list[PathInDict]] = {}
+    for path, places in found_in.items():
+        together.setdefault(tuple(index for index, _ in places), []).append(path)
+    groups: list[tuple[list[PathInDict], list[_Row]]] = [(paths, []) for paths in together.values()]
+    of_list: list[list[tuple[list[_Row], Positions]]] = [[] for _ in lists]
+    for paths, rows in groups:
+        for nth, (index, _) in enumerate(found_in[paths[0]]):
+            of_list[index].append((rows, [found_in[path][nth][1] for path in paths]))
+    places_of = dict(zip(lists, of_list, strict=True))
+    for rank, plan in enumerate(plans):
+        for number, part in enumerate(plan):
+            for rows, positions in places_of[part.packed]:
+                rows.append(_Row(rank, number, part.held, positions))
+    return groups
+
+
+def _group(paths: list[PathInDict], rows: list[_Row], loads: list[int]) -> Group:
+    key, first = key_of(paths[0]), rows[0].held
+    if any((row.held is None) != (first is None) for row in rows):
+        raise ValueError(f"{key} is a tensor on some ranks and another value on others")
+    if first is None:
+        return Group(paths, [], _shared_out(rows, len(paths), loads))
+    by_box: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[Held, _Row]]] = {}
+    for row in rows:
+        # of replicas that differ it is the first rank's
+        if row.held is not None and (row.held.shape, row.held.dtype) == (first.shape, first.dtype):
+            by_box.setdefault((row.held.offsets, row.held.sizes), []).append((row.held, row))
+    boxes = [_box(key, each, len(paths), loads) for each in by_box.values()]
+    numel = sum(box.held.numel for box in boxes)
+    if numel != math.prod(first.shape) or not do_tile(list(by_box), first.shape):
+        raise ValueError(f"{key}: ranks hold {numel} of {math.prod(first.shape)} elements, or some of them twice")
+    return Group(paths, boxes, [])
+
+
+def _box(key: str, held: list[tuple[Held, _Row]], count: int, loads: list[int]) -> Box:
+    by_start: dict[int, list[tuple[Held, _Row]]] = {}
+    for each in held:
+        by_start.setdefault(each[0].start, []).append(each)
+    whole = held[0][0]
+    box, end = Box(whole._replace(start=0, numel=math.prod(whole.sizes))), 0
+    for start, rows in sorted(by_start.items()):
+        own = rows[0][0]
+        if start != end or any(other.numel != own.numel for other, _ in rows):
+            raise ValueError(f"{key}: ranks hold no element {min(start, end)} of a part of it, or some of them twice")
+        if own[:5] != whole[:5]:
+            raise ValueError(f"{key}: ranks have its dimensions in different orders in memory")
+        end = start + own.numel
+        box.starts.append(start)
+        box.sources.append(_shared_out([row for other, row in rows if other == own], count, loads))
+    if end != box.held.numel:
+        raise ValueError(f"{key}: ranks hold {end} of {box.held.numel} elements of a part of it")
+    return box
+
+
+def _shared_out(rows: list[_Row], count: int, loads: list[int]) -> list[Source]:
+    """Of ranks that have the same, each writes a share of the keys, and those with less to write the first ones."""
+    rows = sorted(rows, key=lambda row: loads[row.rank])[:count]
+    sources = []
+    for nth, row in enumerate(rows):
+        slots = range(nth, count, len(rows))
+        loads[row.rank] += len(slots) * (row.held.nbytes if row.held else 1)
+        sources.append(Source(row.rank, row.part, row.positions[nth :: len(rows)], slots))
+    return sources
+
+
+def _kept(plans: Sequence[RankPlan], groups: list[Group], lists: dict[bytes, list[PathInDict]]) -> list[Kept]:
+    written: list[list[list[int]]] = [[[] for _ in plan] for plan in plans]
+    for group in groups:
+        for source in (*group.sources, *(source for box in group.boxes for each in box.sources for source in each)):
+            written[source.rank][source.part] += source.positions
+    return [
+        {
+            number: sorted(positions)
+            for number, (part, positions) in enumerate(zip(plan, parts, strict=True))
+            if len(positions) != len(lists[part.packed])
+        }
+        for plan, parts in zip(plans, written, strict=True)
+    ]

@@ -1,0 +1,186 @@
+"""DCP's two ends of a save: the plan of what each rank writes, and the writer of it."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from fsdp_c.checkpoint.folder import CheckpointError, data_file
+from fsdp_c.checkpoint.held import Held
+from fsdp_c.checkpoint.metadata import PathInDict
+from fsdp_c.checkpoint.objects import pickled
+from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
+from fsdp_c.checkpoint.planning import Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.storage import Report, finish_folder
+from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
+from fsdp_c.checkpoint.values import RangeTensor
+from fsdp_c.state.sharded_values import from_memory_order, memory_order
+
+
+class _Write(NamedTuple):
+    """A key of a part of this rank's plan."""
+
+    key: str
+    part: int
+    position: int
+    held: Held | None  # None for an object
+    fetch: Callable[[], Any]
+
+
+class Planner(DefaultSavePlanner):
+    """Plans by ``RankPlan``s, which are sent in place of DCP's items."""
+
+    def __init__(self, set_total: Report) -> None:
+        super().__init__()
+        self.set_total = set_total
+        self.planned = Planned([], [])  # on the first rank
+        self.writes: list[_Write] = []
+        self.parts = 0
+
+    def create_local_plan(self) -> SavePlan:
+        paths: dict[Held | None, list[PathInDict]] = {}
+        numbers: dict[Held | None, int] = {}
+        self.writes = []
+        for key, value in self.state_dict.items():
+            for held, fetch in self._held(key, value):
+                number = numbers.setdefault(held, len(numbers))
+                own = paths.setdefault(held, [])
+                self.writes.append(_Write(key, number, len(own), held, fetch))
+                own.append(self.mappings.get(key, (key,)))
+        self.parts = len(numbers)
+        plan: RankPlan = [RankPart.of(*each) for each in paths.items()]
+        return SavePlan([], planner_data=plan)
+
+    def _held(self, key: str, value: Any) -> Iterable[tuple[Held | None, Callable[[], Any]]]:
+        if isinstance(value, RangeTensor):
+            held = value.held
+            return [] if held is None else [(held, lambda: value.boxes.values())]
+        items = create_default_local_save_plan({key: value}, self.is_coordinator).items
+        return [self._held_of_item(item) for item in items]
+
+    def _held_of_item(self, item: WriteItem) -> tuple[Held | None, Callable[[], Any]]:
+        if item.type == WriteItemType.BYTE_IO:
+            return None, lambda: pickled(self.lookup_object(item.index))
+        assert item.tensor_data is not None
+        tensor, chunk = self.resolve_data(item), item.tensor_data.chunk
+        assert isinstance(tensor, Tensor)
+        order = None if tensor.is_contiguous() or not is_dense(tensor) else memory_order(tensor.stride())
+        sizes = tuple(chunk.sizes)
+        where = tuple(item.tensor_data.size), order, tuple(chunk.offsets), sizes, 0, chunk.sizes.numel(), True
+        return Held(tensor.dtype, *where), lambda: [_in_order(tensor, order)]
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.planned = merged([plan.planner_data for plan in all_plans])
+        return [SavePlan([], planner_data=kept) for kept in self.planned.kept], Metadata({})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        kept = {part: set(positions) for part, positions in new_plan.planner_data.items()}
+        self.writes = [one for one in self.writes if one.part not in kept or one.position in kept[one.part]]
+        # what is pickled stands first
+        self.writes.sort(key=lambda one: one.held is not None)
+        self.set_total(sum(one.held.nbytes for one in self.writes if one.held is not None))
+        return new_plan
+
+
+def _in_order(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    """The tensor with the strides that follow from its order of dimensions: a dimension of one element has any."""
+    return tensor if order is None else from_memory_order(tensor.permute(order).reshape(-1), tensor.shape, order)
+
+
+class Writer(StorageWriter):
+    """Writes ``temporary`` and publishes it as ``path``: see [Note: In place at once]."""
+
+    def __init__(self, temporary: Path, path: Path, planner: Planner, report: Report | None = None) -> None:
+        self.temporary, self.path, self.planner = temporary, path, planner
+        self.report = report or (lambda nbytes: None)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        names = [data_file(self.temporary, self.path, rank) for rank in range(len(plans))]
+        return [
+            SavePlan([], (rank, name), p.planner_data) for rank, (name, p) in enumerate(zip(names, plans, strict=True))
+        ]
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self.path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return False
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; the result, if there is any, is a ``RankResult``."""
+        results: list[Any] = []
+        rank, name = plan.storage_data
+        if self.planner.writes:
+            # exclusively: an existing file is another rank's
+            path = self.temporary / Path(name).name
+            with path.open("xb", buffering=0) as raw, io.BufferedWriter(raw) as file:
+                results = [self._write(rank, name, FileWriter(file))]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write(self, rank: int, name: str, writer: FileWriter) -> RankResult:
+        records = [bytearray() for _ in range(self.planner.parts)]
+        known: dict[object, bytes] = {}  # by memory: what is shared under several names is written once
+        for one in self.planner.writes:
+            try:
+                if one.held is None:
+                    place = writer.write_bytes(one.fetch().getbuffer())
+                    records[one.part] += RECORD.pack(place.offset, place.nbytes, place.crc32, rank)
+                else:
+                    for box in one.fetch():
+                        records[one.part] += _write_box(box, rank, writer, known)
+                    self.report(one.held.nbytes)
+            except OSError:
+                raise
+            except Exception as error:
+                raise CheckpointError(f"{one.key}: {error}") from error
+        writer.finish()
+        return RankResult(name, writer.size, writer.framing_crc32, [bytes(each) for each in records])
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """On one rank, once all have written."""
+        by_rank: dict[int, RankResult] = {rank: each[0] for rank, each in enumerate(results) if each}
+        table = stored(self.planner.planned, by_rank)
+        names = {rank: each.file for rank, each in by_rank.items()}
+        content = metadata_content(table, [*self.planner.state_dict], self.path, names)
+        files = {each.file: (each.size, each.framing_crc32) for each in by_rank.values()}
+        finish_folder(self.temporary, self.path, content, files)
+
+
+def _write_box(data: Tensor, rank: int, writer: FileWriter, known: dict[object, bytes]) -> bytes:
+    key = _memory_key(data)
+    record = known.get(key)
+    if record is None:
+        start = writer.size
+        place = writer.write_tensor(in_memory(data))
+        record = RECORD.pack(start, place.offset - start, place.crc32, rank)
+        if key is not None:
+            known[key] = record
+    return record
+
+
+def _memory_key(data: Tensor) -> object:
+    if not data.nbytes or data.device.type == "meta":
+        return None
+    return data.data_ptr(), data.device, data.dtype, data.shape, data.stride()

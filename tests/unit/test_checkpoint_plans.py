@@ -1,0 +1,170 @@
+"""What ranks tell each other in a save, and what the first one of them makes of it: for any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+from fsdp_c import _C
+from fsdp_c.checkpoint.held import Held
+from fsdp_c.checkpoint.planning import Planned, RankPart, RankPlan, merged
+from fsdp_c.checkpoint.table import RECORD, RankResult, Stored, metadata_content, stored
+
+SHAPES = {"in": (96, 40), "out": (40, 96), "experts": (6, 20, 7), "norm": (40,)}
+
+
+def of_range(shape: tuple[int, ...], start: int, numel: int, dtype: torch.dtype = torch.float32) -> Held:
+    return Held(dtype, shape, None, (0,) * len(shape), shape, start, numel, is_one_piece=False)
+
+
+def plans_of(ranks: int, layers: int = 3, replicas: int = 1) -> list[RankPlan]:
+    """Of layers that are units, with state, a step that each holder of a parameter has, and an object."""
+    plans = []
+    for rank in range(ranks):
+        layout = _C.FlatLayout(
+            [math.prod(shape) for shape in SHAPES.values()], 4, ranks // replicas, rank // replicas, True
+        )
+        paths: dict[Held | None, list[Any]] = {None: [("optim", "param_groups", 0, "lr")]}
+        for layer in range(layers):
+            for (name, shape), (inside, _, numel, start) in zip(SHAPES.items(), layout.shard_ranges(), strict=True):
+                if inside and numel:
+                    for kind in ("model", "state"):
+                        paths.setdefault(of_range(shape, start, numel), []).append((kind, f"{layer}.{name}"))
+                    paths.setdefault(of_range((), 0, 1), []).append(("step", f"{layer}.{name}"))
+        plans.append([RankPart.of(*each) for each in paths.items()])
+    return plans
+
+
+def written(plans: list[RankPlan]) -> tuple[Planned, list[Stored]]:
+    """The plan of all ranks, and where all would lie that they write: a record tells rank, part and key."""
+    planned = merged(plans)
+    results = {}
+    for rank, plan in enumerate(plans):
+        records = []
+        for number, part in enumerate(plan):
+            kept = planned.kept[rank].get(number, range(len(part.paths)))
+            boxes = len(part.held.boxes()) if part.held else 1
+            places = ((number * 1000 + key, box) for key in kept for box in range(boxes))
+            records.append(b"".join(RECORD.pack(key * 64, 64 + box, 7, rank) for key, box in places))
+        results[rank] = RankResult(f"__{rank}_0.distcp", 1, 0, records)
+    return planned, stored(planned, results)
+
+
+def content_of(table: list[Stored], ranks: int) -> bytes:
+    files = {rank: f"__{rank}_0.distcp" for rank in range(ranks)}
+    return b"".join(metadata_content(table, ["optim.param_groups.0.lr"], Path("x"), files))
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (7, 1), (6, 2), (8, 4), (4, 4)])
+def test_everything_has_one_writer_and_is_found_where_it_was_written(ranks: int, replicas: int) -> None:
+    plans = plans_of(ranks, replicas=replicas)
+    planned, table = written(plans)
+    metadata = pickle.loads(content_of(table, ranks))
+    assert next(iter(metadata.state_dict_metadata)) == "optim.param_groups.0.lr"
+    found: dict[str, int] = {}
+    for index, info in metadata.storage_data.items():
+        rank = int(info.relative_path.split("_")[2])
+        if index.offset is None:
+            continue
+        number, key = divmod(info.offset // 64, 1000)
+        part = plans[rank][number]
+        assert ".".join(part.paths[key]) == index.fqn
+        box = part.held.boxes()[info.piece[0] - info.offset - 64]
+        assert box.offsets == tuple(index.offset) and box.numel * 4 == info.piece[1]
+        found[index.fqn] = found.get(index.fqn, 0) + box.numel
+    assert found == {
+        key: math.prod(entry.size) for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")
+    }
+    assert len(found) == 3 * 3 * len(SHAPES)
+    for key, entry in metadata.state_dict_metadata.items():
+        chunks = getattr(entry, "chunks", [])
+        assert sum(math.prod(chunk.sizes) for chunk in chunks) == found.get(key, 0)
+
+
+def nbytes_by_rank(plans: list[RankPlan], planned: Planned) -> list[int]:
+    return [
+        sum(
+            part.held.nbytes * len(planned.kept[rank].get(number, part.paths))
+            for number, part in enumerate(plan)
+            if part.held
+        )
+        for rank, plan in enumerate(plans)
+    ]
+
+
+def test_replicas_share_the_work() -> None:
+    plans = plans_of(8, layers=6, replicas=4)
+    nbytes = nbytes_by_rank(plans, merged(plans))
+    assert max(nbytes) < 1.3 * sum(nbytes) / len(nbytes) and min(nbytes) > 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([of_range((4, 4), 0, 8), of_range((4, 4), 8, 7)], "ranks hold 15 of 16 elements"),
+        ([of_range((4, 4), 0, 8), of_range((4, 4), 7, 9)], "no element 7 .*or some of them twice"),
+        ([of_range((4, 4), 0, 8), of_range((4, 4), 9, 7)], "no element 8"),
+        ([of_range((4, 4), 0, 8), of_range((4, 4), 0, 16)], "some of them twice"),
+        ([of_range((4, 4), 0, 16), None], "a tensor on some ranks"),
+        ([None, of_range((4, 4), 0, 16)], "a tensor on some ranks"),
+        ([of_range((4, 4), 0, 8), of_range((4, 4), 8, 8)._replace(order=(1, 0))], "different orders"),
+        ([of_range((4, 4), 0, 8)._replace(sizes=(2, 4))], "8 of 16 elements"),
+        ([of_range((4, 4), 0, 8)._replace(sizes=(2, 4), offsets=(at, 0)) for at in (0, 1)], "some of them twice"),
+    ],
+)
+def test_what_ranks_do_not_hold_together_is_refused_by_name(parts: list[Held | None], reason: str) -> None:
+    with pytest.raises(ValueError, match=f"model.weight.* {reason}"):
+        merged([[RankPart.of(held, [("model", "weight")])] for held in parts])
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many functions are called, those of C included."""
+    count = 0
+
+    def called(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(called)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_first_ranks_work_grows_no_faster_than_the_ranks() -> None:
+    def growth(work: Callable[[list[RankPlan]], object]) -> Iterator[float]:
+        counts = [calls_of(functools.partial(work, plans_of(ranks))) for ranks in (40, 160, 640)]
+        return (large / small for small, large in zip(counts, counts[1:], strict=False))
+
+    assert all(factor < 4.4 for factor in growth(merged))
+    assert all(factor < 4.4 for factor in growth(lambda plans: written(plans)))
+    tables = [(ranks, written(plans_of(ranks))[1]) for ranks in (40, 160, 640)]
+    counts = [calls_of(functools.partial(content_of, table, ranks)) for ranks, table in tables]
+    assert counts[2] / counts[1] < 4.4 and counts[1] / counts[0] < 4.4
+
+
+def test_more_layers_cost_the_plan_next_to_nothing() -> None:
+    few, many = (calls_of(functools.partial(merged, plans_of(64, layers))) for layers in (2, 32))
+    assert many < 2 * few
+    assert max(len(pickle.dumps(plan)) for plan in plans_of(64, 80)) < 4000
+
+
+def test_a_check_of_calls_sees_more_than_linear_work() -> None:
+    def work(plans: list[RankPlan]) -> None:
+        for one in plans:
+            for other in plans:
+                len(one) == len(other)  # noqa: B015  # what is counted is the calls
+
+    small, large = (calls_of(functools.partial(work, plans_of(ranks))) for ranks in (10, 40))
+    assert large / small > 10
