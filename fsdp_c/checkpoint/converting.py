@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -175,7 +176,10 @@ class TorchSink:
         self.count = 0
 
     def add(self, key: str, info: Info, value: Any) -> None:
-        set_element(self.root, info.path, self._described(value))
+        described = self._described(value)
+        if not isinstance(value, Tensor):
+            _check_picklable(key, described)
+        set_element(self.root, info.path, described)
 
     def _described(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -199,6 +203,14 @@ class TorchSink:
 
     def close(self) -> None:
         self.archive.close()
+
+
+def _check_picklable(key: str, value: object) -> None:
+    """What a stranger's file has may be of a class that stands for another one while it is read."""
+    try:
+        pickled(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{key} holds a value that cannot be written: {error}") from error
 
 
 def _member(name: str) -> zipfile.ZipInfo:

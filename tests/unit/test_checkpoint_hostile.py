@@ -815,6 +815,17 @@ def test_a_file_that_is_cut_while_it_is_converted_is_an_error(kind: str, target:
     assert list((tmp_path / "to").iterdir()) == []
 
 
+def test_a_value_of_a_class_that_is_not_read_is_not_written(tmp_path: Path, capsys) -> None:
+    """Files of ranks may hold objects of torch.distributed, for which others stand while they are read."""
+    ranks, target = tmp_path / "ranks", tmp_path / "to" / "out.pt"
+    ranks.mkdir()
+    torch.save({"x": torch.ones(2), "v": {"inner": [TensorProperties()]}}, ranks / "0.pt")
+    assert cli.main(["convert", str(ranks), str(target)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(r"error: v.inner holds a value that cannot be written: .*TensorProperties", line), line
+    assert list((tmp_path / "to").iterdir()) == []
+
+
 # ----------------------------------------------------------------- what is printed
 
 
