@@ -222,7 +222,7 @@ def try_all(allocations: Allocations, name: str, stride: int) -> dict[str, Any]:
     trial = Trial(allocations, kind(**arguments), action)
     gc.freeze()
     wrong: dict[int, str] = {}
-    for number in range(1, trial.total + 1, stride):
+    for number in range(1, trial.total + 1, min(stride, trial.total // 8 or 1)):
         what = trial.try_at(number)
         if what:
             wrong[number] = what
