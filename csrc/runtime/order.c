@@ -85,17 +85,22 @@ static int compare_ranks(struct order_validation *validation, int64_t index) {
     return PyErr_Occurred() ? -1 : 0;
 }
 
-static int append(struct order_validation *validation, int64_t index) {
-    if (validation->count == validation->capacity) {
-        int64_t capacity = validation->capacity ? validation->capacity * 2 : 16;
-        int64_t *first = PyMem_Realloc(validation->first, (size_t)capacity * sizeof *first);
-        if (!first) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        validation->first = first;
-        validation->capacity = capacity;
+/* Room for twice as many. 0, or -1 with MemoryError. */
+static int grow(int64_t **indices, int64_t *capacity) {
+    int64_t larger = *capacity ? *capacity * 2 : 16;
+    int64_t *grown = PyMem_Realloc(*indices, (size_t)larger * sizeof *grown);
+    if (!grown) {
+        PyErr_NoMemory();
+        return -1;
     }
+    *indices = grown;
+    *capacity = larger;
+    return 0;
+}
+
+static int append(struct order_validation *validation, int64_t index) {
+    if (validation->count == validation->capacity && grow(&validation->first, &validation->capacity) < 0)
+        return -1;
     validation->first[validation->count++] = index;
     return 0;
 }
@@ -198,22 +203,10 @@ void order_record_pre_forward(struct order *order, struct order_place *place) {
     order->pre[order->num_pre++] = place->unit;
 }
 
-static int grow(struct order *order) {
-    int64_t capacity = order->capacity * 2;
-    int64_t *post = PyMem_Realloc(order->post, (size_t)capacity * sizeof *post);
-    if (!post) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    order->post = post;
-    order->capacity = capacity;
-    return 0;
-}
-
 int order_record_post_forward(struct order *order, struct order_place *place) {
     if (place->post_forward > 0)
         return 0; /* the unit at index 0 is recorded again, as upstream does (D-111) */
-    if (order->num_post == order->capacity && grow(order) < 0)
+    if (order->num_post == order->capacity && grow(&order->post, &order->capacity) < 0)
         return -1;
     place->post_forward = order->num_post;
     order->post[order->num_post++] = place->unit;
