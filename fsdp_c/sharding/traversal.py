@@ -176,57 +176,54 @@ def _is_never(module: nn.Module) -> bool:
     return False
 
 
-def named_buffers(
-    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left out.
+def _modules(
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never, *, once: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """``nn.Module.named_modules``, with a dot at the end of each path; of what is shared ``once``, or at every path.
 
     nn.Module's own takes a time for each that grows with the depth of the tree.
     """
+    visited: set[nn.Module] = set()
     pending = [("", module)]
     while pending:
         prefix, current = pending.pop()
-        for name, buffer in current._buffers.items():
-            if buffer is not None:
-                yield prefix + name, buffer
+        if once:
+            if current in visited:
+                continue
+            visited.add(current)
+        yield prefix, current
         for name, child in reversed(current._modules.items()):
             if child is not None and not is_left_out(child):
                 pending.append((f"{prefix}{name}.", child))
 
 
+def named_buffers(
+    module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``nn.Module.named_buffers``, all names of what is shared, but for what is in modules that are left out."""
+    for prefix, current in _modules(module, is_left_out, once=False):
+        for name, buffer in current._buffers.items():
+            if buffer is not None:
+                yield prefix + name, buffer
+
+
 def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[nn.Parameter]:
     """What modules below ``module`` show as parameters beside ``params``: flat ones, views, those that no unit has."""
     seen = set(map(id, params))
-    visited: set[nn.Module] = set()
-    pending = [module]
-    while pending:
-        current = pending.pop()
-        if current in visited:
-            continue
-        visited.add(current)
+    for _, current in _modules(module, once=True):
         for param in current._parameters.values():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 yield param
-        pending.extend(child for child in current._modules.values() if child is not None)
 
 
 def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
     """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method shows."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    visited: set[nn.Module] = set()
-    pending = [("", module)]
-    while pending:
-        prefix, current = pending.pop()
-        if current in visited:
-            continue
-        visited.add(current)
+    for prefix, current in _modules(module, once=True):
         for name, param in current._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))
                 found[prefix + name] = param
-        for name, child in reversed(current._modules.items()):
-            if child is not None:
-                pending.append((f"{prefix}{name}.", child))
     return found

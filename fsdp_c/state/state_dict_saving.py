@@ -142,9 +142,8 @@ def _gathered(
     return {module: whole for (module, _), whole in zip(shards, wholes, strict=True)}
 
 
-Shard = tuple[
-    ShardedModule, Tensor
-]  # a unit, and this rank's part of a tensor that is sharded as its flat parameter is
+# a unit, and this rank's part of a tensor that is sharded as its flat parameter is
+Shard = tuple[ShardedModule, Tensor]
 
 
 def wholes_of_shards(

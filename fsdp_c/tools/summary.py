@@ -301,8 +301,8 @@ def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> 
     optional_paths = OptionalPaths(module)
     roots: list[ShardedModule] = []
     for path, fsdp_module in found:
-        around = fsdp_module._enclosing_unit
-        parent = None if around is None else places.get(around)
+        enclosing = fsdp_module._enclosing_unit
+        parent = None if enclosing is None else places.get(enclosing)
         roots.append(fsdp_module if parent is None else roots[parent])
         unit = _of_unit(fsdp_module, clean_path(path), parent, roots[-1]._exec_order_data)
         yield replace(unit, is_optional=path in optional_paths)
