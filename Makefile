@@ -110,7 +110,7 @@ demo: build
 SHORT := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
 LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
 ON_GPU := tests/cuda tests/simulated_gpu tests/races
-PART := 16
+PART := 32
 test: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) $(SHORT)
 	$(PYTEST) -n $(WORKERS) --part $(PART) $(LONG)
@@ -123,6 +123,8 @@ test-rest: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) --rest $(PART) $(LONG)
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --rest $(PART) $(ON_GPU)
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(SIMULATED_PART) $(ON_ANY_DEVICE)
+	FSDP_C_KERNELS=torch $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part $(OPERATORS_PART) tests/distributed tests/parity
+	FSDP_C_KERNELS=torch $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) tests/races/test_waits.py -k test_programs_are_in_order
 	$(BIN)/python -m tests.fuzz.checkpoint --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
 	$(BIN)/python -m tests.parity.plain_programs --seconds $(AT_RANDOM) $(addprefix --seed ,$(SEED))
@@ -156,6 +158,8 @@ WIDE := 640
 ON_SIMULATED_GPU := $(BIN)/python -m tests.simulated_gpu
 ON_ANY_DEVICE := tests/distributed tests/parity tests/faults/test_every_point.py tests/faults/test_debug.py
 SIMULATED_PART ?= 24
+# The same with torch's operators in place of the kernels.
+OPERATORS_PART ?= 96
 
 simulated-gpu: build $(VENV)/.dev
 	$(ON_SIMULATED_GPU)

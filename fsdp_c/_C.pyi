@@ -10,6 +10,7 @@ were given: a FullyShardedDataParallel, a FlatParamHandle.
 
 from collections.abc import Callable, Iterable, Sequence
 from os import PathLike
+from types import ModuleType
 from typing import Any, TypeAlias, TypeVar, final
 
 import torch
@@ -440,7 +441,10 @@ def note_recorder_failure() -> None:
     """A collective failed where this rank is now; the flight record keeps that until the end of the next step."""
 
 def why_no_kernels(device_type: str, /) -> str | None:
-    """Why no kernel runs on devices of this type, None where they do: "cpu", and "cuda" where it is built and loads."""
+    """Why torch's operators run on devices of this type in place of fsdp_c's kernels, or None, as for "cpu"."""
+
+def bind_operator_kernels(module: ModuleType, /) -> None:
+    """From now on these functions are called where torch's operators run: those of ``fsdp_c/operator_kernels.py``."""
 
 def cpu_capabilities() -> tuple[str, ...]:
     """The instruction sets of the kernels that this processor has, the widest first: "avx512", "avx2", "default"."""

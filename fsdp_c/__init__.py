@@ -16,6 +16,7 @@ if importlib.util.find_spec("fsdp_c._C") is None:
     )
 
 from fsdp_c import _C  # noqa: F401  # its ImportError says what is missing
+from fsdp_c import operator_kernels as operator_kernels
 from fsdp_c import wrap as wrap
 from fsdp_c.api import (
     BackwardPrefetch,

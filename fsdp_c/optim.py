@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
 
 __all__ = ["FlatAdamW"]
@@ -212,9 +211,9 @@ def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tenso
                 f"FlatAdamW steps where both are, but parameter {index} (of those with a gradient) of group {group} is "
                 f"on {param.device}, its gradient on {grad.device}: move the gradient there"
             )
-        if why := _C.why_no_kernels(param.device.type):
+        if param.device.type == "meta":
             raise NotImplementedError(
                 f"FlatAdamW cannot step over parameter {index} (of those with a gradient) of group {group} on "
-                f"{param.device}: {why}; use torch.optim.AdamW(..., fused=True), or offload it"
+                f"{param.device}: it has no values; materialize it first"
             )
     return found

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("base", "layout", "kernels", "torch", "collective", "handle", "runtime", "python")
 PYTHON_LAYERS = (  # packages, and modules beside them
     ("compat",),
-    ("_C",),
+    ("_C", "operator_kernels"),
     ("sharding",),
     ("tools",),
     ("training",),
@@ -32,12 +32,12 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 160,
     "csrc/layout": 560,
     "csrc/kernels": 3_750,
-    "csrc/torch": 3_000,
+    "csrc/torch": 3_600,
     "csrc/collective": 350,
     "csrc/handle": 5_300,
     "csrc/runtime": 5_850,
     "csrc/python": 1_850,
-    "fsdp_c": 19_600,
+    "fsdp_c": 19_700,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}

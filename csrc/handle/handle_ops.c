@@ -11,6 +11,7 @@
 
 #include "torch/op_stack.h"
 #include "torch/ops.h"
+#include "torch/ref.h"
 #include "torch/tensor.h"
 
 static struct handle *find(const char *op, int64_t id) {
@@ -22,22 +23,6 @@ static struct handle *find(const char *op, int64_t id) {
 
 /* ---- unshard and reshard: Python is needed, so the lock is taken ---- */
 
-/* The current exception's text into `message`; the exception is cleared. */
-static void take_exception(char *message, size_t nbytes) {
-    PyObject *type, *value, *traceback, *text;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    text = value ? PyObject_Str(value) : NULL;
-    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
-    snprintf(message, nbytes, "%s", bytes ? PyBytes_AsString(bytes) : "unknown error");
-    PyErr_Clear();
-    Py_XDECREF(bytes);
-    Py_XDECREF(text);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-}
-
 static int reshard_now(struct handle *handle) {
     return storage_reshard(&handle->storage, true);
 }
@@ -48,7 +33,7 @@ static void run(const char *op, struct handle *handle, int (*verb)(struct handle
     PyGILState_STATE lock = PyGILState_Ensure();
     int result = verb(handle);
     if (result < 0)
-        take_exception(message, sizeof message);
+        ref_take_exception(message, sizeof message);
     PyGILState_Release(lock);
     OP_CHECK(result == 0, "%s: %s", op, message);
 }

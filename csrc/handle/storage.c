@@ -61,7 +61,7 @@ static int init_local_shard(struct storage *storage) {
     ref_set(&storage->local_shard, torch_data(storage->param->tensor));
     if (!storage->local_shard || tensor_view_of(storage->local_shard, &storage->local_view) < 0)
         return -1;
-    if (!kernels_of(storage->local_view.device, &why))
+    if (!kernels_of(storage->local_view.device, storage->local_view.device_index, &why))
         return refuse_device(storage, why);
     int64_t want = storage->param->layout.shard_numel, numel = tensor_view_numel(&storage->local_view);
     if (numel == want)
@@ -120,10 +120,9 @@ static int init_compute_device(struct storage *storage) {
     if (!storage->offload && storage->compute_view.device == storage->local_view.device)
         ref_set(&storage->shard_like.tensor, Py_NewRef(storage->local_shard));
     bool is_fake = !storage->local_view.data && storage->param->layout.shard_numel > 0;
-    storage->kernels = is_fake ? &no_kernels : kernels_of(storage->compute_view.device, &why);
-    if (storage->kernels)
-        why = storage->kernels->why_not_on(storage->compute_view.device_index);
-    if (!storage->kernels || why)
+    storage->kernels =
+        is_fake ? &no_kernels : kernels_of(storage->compute_view.device, storage->compute_view.device_index, &why);
+    if (!storage->kernels)
         return refuse_device(storage, why);
     buffer_fini(&storage->device_shard);
     if (!storage->offload)

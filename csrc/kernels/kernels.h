@@ -33,7 +33,15 @@ enum dtype {
     DTYPE_OTHER_8,
     DTYPE_OTHER_16,
 };
-enum device_kind { DEVICE_CPU, DEVICE_CUDA, DEVICE_OTHER };
+/* Those without kernels of ours have the number of their type in DLPack: torch runs its operators there. */
+enum device_kind {
+    DEVICE_CPU = 0,
+    DEVICE_CUDA = 2,
+    DEVICE_ROCM = 10,
+    DEVICE_PRIVATE = 12,
+    DEVICE_XPU = 14,
+    DEVICE_MAIA = 17
+};
 
 /* A tensor's memory, borrowed from a live tensor. `data` already includes the storage offset; NULL when the storage is freed. */
 struct tensor_view {
@@ -50,8 +58,9 @@ struct tensor_view {
 typedef void (*kernel_body)(int64_t begin, int64_t end, void *context);
 struct kernel_stream {
     void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, kernel_body body, void *context);
-    void *cuda_stream;    /* cudaStream_t; NULL on CPU and for CUDA's default stream */
-    int32_t device_index; /* of cuda_stream */
+    void *cuda_stream; /* cudaStream_t; NULL on CPU and for CUDA's default stream */
+    int32_t device_index;
+    enum device_kind device;
 };
 
 /* One source of a pack: a strided tensor, or data == NULL and zeros are written in its place.

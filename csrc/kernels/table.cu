@@ -96,7 +96,7 @@ static cudaError_t find_code() {
 static const char *cuda_why_not_on(int32_t device_index) {
     static thread_local int32_t fits = -1;
     static thread_local char text[256];
-    const struct kernel_stream stream = {nullptr, nullptr, device_index};
+    const struct kernel_stream stream = {nullptr, nullptr, device_index, DEVICE_CUDA};
     int major = 0, minor = 0;
     if (device_index == fits)
         return nullptr;

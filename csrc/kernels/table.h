@@ -7,7 +7,7 @@
 
 #include "kernels/kernels.h"
 
-enum { KERNEL_TABLE_VERSION = 4 }; /* a library of another version is not loaded */
+enum { KERNEL_TABLE_VERSION = 5 }; /* a library of another version is not loaded */
 
 struct kernel_table {
     int32_t version;

@@ -11,6 +11,7 @@
 #include "torch/buffer.h"
 #include "torch/kernel_library.h"
 #include "torch/names.h"
+#include "torch/operator_kernels.h"
 #include "torch/ops.h"
 #include "torch/profile.h"
 #include "torch/tensor.h"
@@ -74,10 +75,13 @@ static PyObject *why_no_kernels(PyObject *self, PyObject *args) {
     const char *device, *why = NULL;
     if (!PyArg_ParseTuple(args, "s", &device))
         return NULL;
-    bool is_cpu = strcmp(device, "cpu") == 0, is_cuda = strcmp(device, "cuda") == 0;
-    if (kernels_of(is_cpu ? DEVICE_CPU : is_cuda ? DEVICE_CUDA : DEVICE_OTHER, &why))
-        Py_RETURN_NONE;
-    return PyUnicode_FromString(why);
+    kernels_of(tensor_device_named(device), 0, &why);
+    return why ? PyUnicode_FromString(why) : Py_NewRef(Py_None);
+}
+
+static PyObject *bind_operator_kernels(PyObject *self, PyObject *module) {
+    operator_kernels_bind(module);
+    Py_RETURN_NONE;
 }
 
 static PyObject *watch_gradients(PyObject *self, PyObject *function) {
@@ -243,6 +247,7 @@ static PyObject *dry_run(PyObject *self, PyObject *args, PyObject *kwargs) {
 static PyMethodDef functions[] = {
     {"dry_run", (PyCFunction)(void (*)(void))dry_run, METH_VARARGS | METH_KEYWORDS, NULL},
     {"bind_callbacks", (PyCFunction)(void (*)(void))bind_callbacks, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"bind_operator_kernels", bind_operator_kernels, METH_O, NULL},
     {"watch_gradients", watch_gradients, METH_O, NULL},
     {"open_flight_recorder", open_flight_recorder, METH_VARARGS, NULL},
     {"read_flight_recorder", read_flight_recorder, METH_O, NULL},

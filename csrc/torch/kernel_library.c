@@ -11,6 +11,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "torch/operator_kernels.h"
+#include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
 static const struct kernel_table *cuda_kernels;
@@ -60,15 +62,29 @@ static void load_cuda(void) {
         why_no_cuda = "fsdp_c's CUDA kernels are of another version: build it anew";
 }
 
-const struct kernel_table *kernels_of(enum device_kind device, const char **why) {
+static const char *why_not_ours(enum device_kind device, int32_t device_index) {
     static pthread_once_t once = PTHREAD_ONCE_INIT;
+    if (kernels_are_wanted_of_torch())
+        return "FSDP_C_KERNELS=torch is in the environment";
     if (device == DEVICE_CPU)
-        return &cpu_kernels;
-    if (device != DEVICE_CUDA) {
-        *why = "fsdp_c has kernels for the CPU and CUDA";
         return NULL;
-    }
+    if (device != DEVICE_CUDA)
+        return "fsdp_c has kernels of its own for the CPU and for CUDA";
     pthread_once(&once, load_cuda);
-    *why = why_no_cuda;
-    return cuda_kernels;
+    return cuda_kernels ? cuda_kernels->why_not_on(device_index) : why_no_cuda;
+}
+
+const struct kernel_table *kernels_of(enum device_kind device, int32_t device_index, const char **why) {
+    *why = why_not_ours(device, device_index);
+    if (!*why)
+        return device == DEVICE_CPU ? &cpu_kernels : cuda_kernels;
+    if (tensor_has_exchange())
+        return &operator_kernels;
+    *why = "this torch does not let tensors be made over memory";
+    return NULL;
+}
+
+bool kernels_are_wanted_of_torch(void) {
+    const char *wanted = getenv("FSDP_C_KERNELS");
+    return wanted && !strcmp(wanted, "torch");
 }

@@ -157,7 +157,7 @@ PyObject *torch_empty_pinned_like(PyObject *tensor) {
         return NULL;
     PyObject *args = PyTuple_Pack(1, tensor);
     PyObject *kwargs =
-        Py_BuildValue("{sssO}", "device", "cpu", "pin_memory", view.device == DEVICE_CUDA ? Py_True : Py_False);
+        Py_BuildValue("{sssO}", "device", "cpu", "pin_memory", view.device != DEVICE_CPU ? Py_True : Py_False);
     PyObject *result = args && kwargs ? PyObject_Call(torch_names.empty_like, args, kwargs) : NULL;
     Py_XDECREF(args);
     Py_XDECREF(kwargs);

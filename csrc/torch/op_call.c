@@ -6,15 +6,14 @@
 
 const struct kernel_table *op_call_kernels(struct op_call *call) {
     const char *why = NULL;
-    const struct kernel_table *table = kernels_of(call->device, &why);
+    const struct kernel_table *table = kernels_of(call->device, call->device_index, &why);
     OP_CHECK(table, "%s: %s", call->name, why);
     return table;
 }
 
 void op_call_check(struct op_call *call, enum status status) {
     OP_CHECK(status != STATUS_UNSUPPORTED, "%s: no kernel for these dtypes", call->name);
-    OP_CHECK(status != STATUS_DEVICE, "%s: CUDA refused the launch: %s", call->name,
-             op_call_kernels(call)->device_error());
+    OP_CHECK(status != STATUS_DEVICE, "%s: the device refused: %s", call->name, op_call_kernels(call)->device_error());
     OP_CHECK(status == STATUS_OK, "%s: an argument is out of its domain", call->name);
 }
 
@@ -22,12 +21,14 @@ void op_call_read_memory(struct op_call *call, struct op_operand *operand, AtenT
                          const char *argument) {
     op_read_operand(operand, tensor);
     bool has_memory = operand->numel == 0 || operand->view.data;
-    bool is_there = operand->view.device == call->device &&
-                    (call->device == DEVICE_CPU || !call->has_index || operand->device_index == call->device_index);
+    bool is_there = (operand->view.device == DEVICE_CPU) == call->is_cpu &&
+                    (call->is_cpu || !call->has_device ||
+                     (operand->view.device == call->device && operand->device_index == call->device_index));
     OP_CHECK(call->is_meta || is_there, "%s: %s must be on %s", call->name, argument,
-             call->device == DEVICE_CPU ? "the CPU" : "the GPU that the other arguments are on");
+             call->is_cpu ? "the CPU" : "the device that the other arguments are on");
     OP_CHECK(call->is_meta || has_memory, "%s: the storage of %s is freed", call->name, argument);
-    call->has_index = true;
+    call->has_device = true;
+    call->device = operand->view.device;
     call->device_index = operand->device_index;
 }
 

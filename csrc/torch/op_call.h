@@ -1,5 +1,5 @@
-/* The ops of torch.ops.fsdp_c over plain tensors, and what they share. Each has one body for CPU, CUDA and Meta: read, check, make the
- * output, and, but for Meta, run the kernel, on CUDA's current stream there.
+/* The ops of torch.ops.fsdp_c over plain tensors, and what they share. Each has one body for all devices and Meta: read, check, make
+ * the output, and, but for Meta, run the kernel, on the device's current stream there.
  *
  * Invariant: an op that writes in place does not bump the version counter: it is called on detached tensors. What is refused is raised
  * as the op's error, and does not come back. */
@@ -16,8 +16,9 @@
 struct op_call {
     const char *name;
     bool is_meta;
-    enum device_kind device;
-    bool has_index; /* an operand was read, and said on which of these devices */
+    bool is_cpu;
+    bool has_device;         /* an operand was read, and said which */
+    enum device_kind device; /* of an accelerator's op, from then on */
     int32_t device_index;
 };
 

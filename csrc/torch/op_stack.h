@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/kernels.h"
+#include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
 /* Leave the op with a RuntimeError. Legal only inside an op: elsewhere nothing catches what torch throws. */
@@ -201,18 +201,16 @@ static inline void op_read_operand(struct op_operand *operand, AtenTensorHandle 
     OP_CALL(torch_abi.aoti_torch_get_device_type(tensor, &operand->device_type));
     OP_CALL(torch_abi.aoti_torch_get_device_index(tensor, &operand->device_index));
     OP_CALL(torch_abi.aoti_torch_is_contiguous(tensor, &operand->is_contiguous));
-    bool is_cpu = operand->device_type == torch_abi.aoti_torch_device_type_cpu();
     operand->view.dtype = op_dtype(operand->dtype_code);
-    bool is_cuda = operand->device_type == torch_abi.aoti_torch_device_type_cuda();
-    operand->view.device = is_cpu ? DEVICE_CPU : is_cuda ? DEVICE_CUDA : DEVICE_OTHER;
+    operand->view.device = tensor_device_of(operand->device_type);
     operand->view.device_index = operand->device_index;
     operand->view.ndim = (int32_t)ndim;
-    if (operand->device_type == torch_abi.aoti_torch_device_type_meta())
+    if (operand->device_type == torch_abi.aoti_torch_device_type_meta()) {
         op_read_traced_shape(operand, tensor, ndim);
-    else
+    } else {
         op_read_shape(operand, tensor);
-    if (is_cpu || is_cuda)
         OP_CALL(torch_abi.aoti_torch_get_data_ptr(tensor, &operand->view.data));
+    }
 }
 
 /* The strides of a contiguous tensor of these sizes. */

@@ -26,21 +26,21 @@
       "float beta2, float eps, float weight_decay, bool maximize) -> ()")
 /* clang-format on */
 
-#define DEFINE_BOXED(name, body, schema)                                                                               \
-    static void name##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                        \
+#define DEFINE_BOXED(op, body, schema)                                                                                 \
+    static void op##_on_cpu(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                          \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CPU, false, 0});                                 \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_cpu = true});                                        \
     }                                                                                                                  \
-    static void name##_on_cuda(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
+    static void op##_elsewhere(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, false, DEVICE_CUDA, false, 0});                                \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op});                                                        \
     }                                                                                                                  \
-    static void name##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                       \
+    static void op##_on_meta(StableIValue *stack, uint64_t num_inputs, uint64_t num_outputs) {                         \
         (void)num_inputs;                                                                                              \
         (void)num_outputs;                                                                                             \
-        body(stack, &(struct op_call){"fsdp_c::" #name, true, DEVICE_CPU, false, 0});                                  \
+        body(stack, &(struct op_call){.name = "fsdp_c::" #op, .is_meta = true, .is_cpu = true});                       \
     }
 EACH_OP(DEFINE_BOXED)
 
@@ -48,7 +48,8 @@ EACH_OP(DEFINE_BOXED)
 static const char *const schemas[] = {EACH_OP(SCHEMA)};
 
 #define KERNELS(name, body, schema)                                                                                    \
-    {"CPU", #name, name##_on_cpu}, {"CUDA", #name, name##_on_cuda}, {"Meta", #name, name##_on_meta},
+    {"CPU", #name, name##_on_cpu}, {"Meta", #name, name##_on_meta}, {"CUDA", #name, name##_elsewhere},                 \
+        {"XPU", #name, name##_elsewhere}, {"MAIA", #name, name##_elsewhere}, {"PrivateUse1", #name, name##_elsewhere},
 static const struct op_kernel kernels[] = {EACH_OP(KERNELS)};
 
 static struct op_library library = {.schemas = schemas,
@@ -62,9 +63,9 @@ int ops_init(void) {
 
 /* ---- registration ---- */
 
-/* join_ranges copies with the host's memcpy; on CUDA torch says that there is none. */
+/* join_ranges copies with the host's memcpy; for other devices torch says that there is none. */
 static bool is_left_out(const struct op_kernel *kernel) {
-    return !strcmp(kernel->key, "CUDA") && !strcmp(kernel->name, "join_ranges");
+    return kernel->kernel == join_ranges_elsewhere;
 }
 
 /* Libraries live for ever: what they registered would go with them. One per kernel is as good as one per key. */

@@ -4,6 +4,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdio.h>
 
 /* *field = value; the old value is released last, when the field is good again. Steals `value`, which may be NULL. */
 static inline void ref_set(PyObject **field, PyObject *value) {
@@ -31,6 +32,22 @@ static inline int context_leave(PyObject *context) {
     if (type)
         PyErr_Restore(type, value, traceback);
     return done ? 0 : -1;
+}
+
+/* The current exception's text into `message`; the exception is cleared. */
+static inline void ref_take_exception(char *message, size_t nbytes) {
+    PyObject *type, *value, *traceback, *text;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    text = value ? PyObject_Str(value) : NULL;
+    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+    snprintf(message, nbytes, "%s", bytes ? PyBytes_AsString(bytes) : "unknown error");
+    PyErr_Clear();
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(traceback);
 }
 
 #endif

@@ -1,4 +1,4 @@
-/* Streams and events behind one interface: real on CUDA, nothing on the CPU.
+/* Streams and events behind one interface: real on a GPU, nothing on the CPU.
  *
  * A root has one stream per role. Work is enqueued between stream_enter and stream_leave; an event marks a point of a stream,
  * and another stream waits for it. */
@@ -23,19 +23,24 @@ typedef void *stream_event; /* NULL: nothing to wait for */
 
 enum { MOST_FORMER = 4 };
 
+struct stream_handle {
+    PyObject *object; /* owned; torch's, NULL on the CPU */
+    void *raw;        /* what the backend knows it by */
+};
+
 struct streams {
-    PyObject *objects[STREAM_ROLES]; /* owned; torch streams, NULL on the CPU */
-    void *raw[STREAM_ROLES];         /* borrowed from objects */
-    PyObject *cuda;                  /* owned; torch.cuda, NULL on the CPU */
-    PyObject *set_stream;            /* owned; torch.cuda.set_stream */
-    PyObject *device;                /* owned; torch.device, NULL on the CPU */
+    const struct stream_backend *backend; /* NULL on the CPU */
+    struct stream_handle roles[STREAM_ROLES];
+    PyObject *module;     /* owned; torch.cuda, or that of the device's type */
+    PyObject *set_stream; /* owned; of the module */
+    PyObject *device;     /* owned; torch.device, NULL on the CPU */
     int32_t device_index;
     bool entered;          /* a side stream is current */
     void *context;         /* the driver's, of the device */
     PyObject *left_device; /* owned; index of the current device that stream_enter left for this one, or NULL */
     stream_event followed; /* owned; where the compute stream was another one */
-    void *
-        former[MOST_FORMER]; /* raw; what was the compute stream before, the last ones, since the last backward ended */
+    /* What was the compute stream before, the last ones, since the last backward ended. */
+    struct stream_handle former[MOST_FORMER];
     int num_former;
     bool is_external; /* the compute stream is none of torch's: the script may destroy it between steps */
     bool has_ended;   /* such a one was given nothing since `followed` was recorded there */
@@ -47,7 +52,7 @@ int streams_init(struct streams *streams, PyObject *device);
 void streams_fini(struct streams *streams);
 
 static inline bool streams_are_real(const struct streams *streams) {
-    return streams->device != NULL;
+    return streams->backend != NULL;
 }
 
 /* Each does nothing on the CPU, and with a NULL event. 0 or -1. */

@@ -1,6 +1,7 @@
 /* Views of tensors from their Python objects, through the C functions that torch.Tensor publishes for DLPack. */
 #include "torch/tensor.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/pages.h"
@@ -8,8 +9,8 @@
 #include "torch/torch_abi.h"
 
 /* DLPack's types, version 1, as far as they are read here. */
-enum { DLPACK_MAJOR = 1, DL_CPU = 1, DL_CUDA = 2, DL_CUDA_HOST = 3, DL_ROCM = 10, DL_ROCM_HOST = 11 };
-enum { DL_FLOAT = 2, DL_BFLOAT = 4 };
+enum { DLPACK_MAJOR = 1, DL_CPU = 1, DL_CUDA_HOST = 3, DL_ROCM_HOST = 11 }; /* other devices: enum device_kind */
+enum { DL_INT = 0, DL_UINT = 1, DL_FLOAT = 2, DL_BFLOAT = 4 };
 
 struct dl_tensor {
     void *data;
@@ -28,13 +29,23 @@ struct dl_tensor {
     uint64_t byte_offset;
 };
 
+/* A tensor with somebody who owns its memory. */
+struct dl_managed {
+    uint32_t major;
+    uint32_t minor;
+    void *context;
+    void (*deleter)(struct dl_managed *self);
+    uint64_t flags;
+    struct dl_tensor tensor;
+};
+
 struct dl_exchange {
     uint32_t major;
     uint32_t minor;
     struct dl_exchange *previous; /* an older version of the table */
     void (*managed_tensor_allocator)(void);
     void (*managed_tensor_from_py_object)(void);
-    void (*managed_tensor_to_py_object)(void);
+    int (*managed_tensor_to_py_object)(struct dl_managed *managed, void **tensor);
     int (*dltensor_from_py_object)(void *tensor, struct dl_tensor *view);
     int (*current_work_stream)(int32_t device_type, int32_t device_index, void **stream);
 };
@@ -42,6 +53,8 @@ struct dl_exchange {
 static struct {
     PyTypeObject *tensor_type;                            /* owned for ever */
     int (*view_of)(void *tensor, struct dl_tensor *view); /* NULL: through Python attributes */
+    int (*over)(struct dl_managed *managed, void **tensor);
+    bool is_rocm;
     struct kernel_stream cpu_stream;
 } exchange;
 
@@ -73,6 +86,17 @@ static void cpu_parallel_for(int64_t begin, int64_t end, int64_t grain, kernel_b
         body(begin, end, context);
 }
 
+/* torch calls an AMD GPU "cuda" too; DLPack does not. */
+static int read_is_rocm(bool *is_rocm) {
+    PyObject *version = PyImport_ImportModule("torch.version");
+    PyObject *hip = version ? PyObject_GetAttrString(version, "hip") : NULL;
+    if (hip)
+        *is_rocm = hip != Py_None;
+    Py_XDECREF(hip);
+    Py_XDECREF(version);
+    return hip ? 0 : -1;
+}
+
 int tensor_init(void) {
     if (exchange.tensor_type)
         return 0;
@@ -85,7 +109,12 @@ int tensor_init(void) {
         return -1;
     }
     const struct dl_exchange *table = find_exchange(tensor_type);
+    if (read_is_rocm(&exchange.is_rocm) < 0) {
+        Py_DECREF(tensor_type);
+        return -1;
+    }
     exchange.view_of = table ? table->dltensor_from_py_object : NULL;
+    exchange.over = table ? table->managed_tensor_to_py_object : NULL;
     exchange.cpu_stream.parallel_for = cpu_parallel_for;
     exchange.tensor_type = (PyTypeObject *)tensor_type;
     return 0;
@@ -100,17 +129,36 @@ static enum dtype dtype_of(uint8_t code, uint8_t bits, uint16_t lanes) {
 }
 
 static enum device_kind device_of(int32_t type) {
-    switch (type) {
-    case DL_CPU:
-    case DL_CUDA_HOST:
-    case DL_ROCM_HOST:
-        return DEVICE_CPU;
-    case DL_CUDA:
-    case DL_ROCM:
-        return DEVICE_CUDA;
-    default:
-        return DEVICE_OTHER;
-    }
+    bool is_host = type == DL_CPU || type == DL_CUDA_HOST || type == DL_ROCM_HOST;
+    return is_host ? DEVICE_CPU : (enum device_kind)type;
+}
+
+/* torch's numbers and names; what has none is a backend outside of torch. */
+static const struct {
+    int32_t type;
+    const char *name;
+    enum device_kind kind;
+} devices[] = {{0, "cpu", DEVICE_CPU}, {1, "cuda", DEVICE_CUDA}, {8, "maia", DEVICE_MAIA}, {12, "xpu", DEVICE_XPU}};
+enum { NUM_DEVICES = sizeof devices / sizeof *devices };
+
+static enum device_kind device_at(int index) {
+    if (index == NUM_DEVICES)
+        return DEVICE_PRIVATE;
+    return devices[index].kind == DEVICE_CUDA && exchange.is_rocm ? DEVICE_ROCM : devices[index].kind;
+}
+
+enum device_kind tensor_device_of(int32_t torch_type) {
+    int index = 0;
+    while (index < NUM_DEVICES && devices[index].type != torch_type)
+        index++;
+    return device_at(index);
+}
+
+enum device_kind tensor_device_named(const char *type) {
+    int index = 0;
+    while (index < NUM_DEVICES && strcmp(devices[index].name, type) != 0)
+        index++;
+    return device_at(index);
 }
 
 /* [Note: sizes without the table] Without the exchange table the sizes and strides have no address in torch that could be
@@ -168,13 +216,15 @@ static enum dtype dtype_named(PyObject *text, PyObject *element_nbytes) {
 static int read_device(PyObject *tensor, struct tensor_view *view) {
     PyObject *device = PyObject_GetAttrString(tensor, "device");
     PyObject *type = attribute_text(device, "type");
-    PyObject *index = type ? PyObject_GetAttrString(device, "index") : NULL;
+    PyObject *bytes = type ? PyUnicode_AsUTF8String(type) : NULL;
+    PyObject *index = bytes ? PyObject_GetAttrString(device, "index") : NULL;
     int result = index ? 0 : -1;
     if (result == 0) {
-        view->device = attribute_is(type, "cpu") ? DEVICE_CPU : attribute_is(type, "cuda") ? DEVICE_CUDA : DEVICE_OTHER;
+        view->device = tensor_device_named(PyBytes_AsString(bytes));
         view->device_index = index == Py_None ? 0 : (int32_t)PyLong_AsLong(index);
     }
     Py_XDECREF(index);
+    Py_XDECREF(bytes);
     Py_XDECREF(type);
     Py_XDECREF(device);
     return result;
@@ -247,6 +297,62 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
     return 0;
 }
 
+/* ---- tensors over memory ---- */
+
+/* With the sizes and strides that its tensor points to. */
+struct over {
+    struct dl_managed managed;
+    int64_t numbers[];
+};
+
+static void over_delete(struct dl_managed *managed) {
+    free(managed); /* the first member of its `over` */
+}
+
+static void set_dtype(struct dl_tensor *tensor, enum dtype dtype) {
+    tensor->dtype.code = dtype == DTYPE_BFLOAT16  ? DL_BFLOAT
+                         : dtype < DTYPE_COUNT    ? DL_FLOAT
+                         : dtype == DTYPE_OTHER_1 ? DL_UINT
+                                                  : DL_INT;
+    tensor->dtype.bits = (uint8_t)(8 * dtype_nbytes(dtype));
+    tensor->dtype.lanes = 1;
+}
+
+static void set_sizes(struct over *over, const struct tensor_view *view) {
+    struct dl_tensor *tensor = &over->managed.tensor;
+    int64_t step = 1;
+    tensor->shape = over->numbers;
+    tensor->strides = over->numbers + view->ndim;
+    for (int32_t d = view->ndim - 1; d >= 0; d--) {
+        tensor->shape[d] = view->sizes[d];
+        tensor->strides[d] = view->strides ? view->strides[d] : step;
+        step *= view->sizes[d] > 0 ? view->sizes[d] : 1;
+    }
+}
+
+PyObject *tensor_over(const struct tensor_view *view) {
+    void *tensor = NULL;
+    struct over *over = malloc(sizeof *over + 2 * (size_t)view->ndim * sizeof(int64_t));
+    if (!over)
+        return PyErr_NoMemory();
+    over->managed = (struct dl_managed){.major = DLPACK_MAJOR, .deleter = over_delete};
+    over->managed.tensor = (struct dl_tensor){.data = view->data, .ndim = view->ndim};
+    over->managed.tensor.device.type = view->device == DEVICE_CPU ? DL_CPU : (int32_t)view->device;
+    over->managed.tensor.device.index = view->device == DEVICE_CPU ? 0 : view->device_index;
+    set_dtype(&over->managed.tensor, view->dtype);
+    set_sizes(over, view);
+    if (exchange.over(&over->managed, &tensor) == 0)
+        return tensor;
+    free(over);
+    return NULL;
+}
+
+bool tensor_has_exchange(void) {
+    return exchange.over;
+}
+
+/* ---- what a view says ---- */
+
 int64_t tensor_view_numel(const struct tensor_view *view) {
     int64_t numel = 1;
     for (int32_t d = 0; d < view->ndim; d++)
@@ -272,12 +378,14 @@ void tensor_prefer_large_pages(const struct tensor_view *view) {
 }
 
 const struct kernel_stream *tensor_kernel_stream(const struct tensor_view *view) {
-    static _Thread_local struct kernel_stream cuda_stream;
-    if (view->device != DEVICE_CUDA || !torch_abi.aoti_torch_get_current_cuda_stream)
+    static _Thread_local struct kernel_stream stream;
+    if (view->device == DEVICE_CPU)
         return &exchange.cpu_stream;
-    torch_abi.aoti_torch_get_current_cuda_stream(view->device_index, &cuda_stream.cuda_stream);
-    cuda_stream.device_index = view->device_index;
-    return &cuda_stream;
+    if (view->device == DEVICE_CUDA && torch_abi.aoti_torch_get_current_cuda_stream)
+        torch_abi.aoti_torch_get_current_cuda_stream(view->device_index, &stream.cuda_stream);
+    stream.device = view->device;
+    stream.device_index = view->device_index;
+    return &stream;
 }
 
 int tensor_check(enum status status, const char *what) {
@@ -289,9 +397,9 @@ int tensor_check(enum status status, const char *what) {
         return -1;
     case STATUS_DEVICE: {
         const char *why = NULL;
-        const struct kernel_table *kernels = kernels_of(DEVICE_CUDA, &why);
-        PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", what,
-                     kernels ? kernels->device_error() : why);
+        if (!PyErr_Occurred()) /* of an operator of torch */
+            PyErr_Format(PyExc_RuntimeError, "%s: CUDA refused the launch: %s", what,
+                         kernels_of(DEVICE_CUDA, 0, &why)->device_error());
         return -1;
     }
     case STATUS_UNSUPPORTED:

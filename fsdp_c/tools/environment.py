@@ -78,7 +78,9 @@ def _tool(name: str, question: str) -> str:
 
 
 def _cpu_kernels() -> str:
-    return f"in use, of {', '.join(_C.cpu_capabilities())}"
+    reason = _C.why_no_kernels("cpu")
+    sets = ", ".join(_C.cpu_capabilities())
+    return f"in use, of {sets}" if reason is None else f"not in use, torch's operators are: {reason}; of {sets}"
 
 
 def _why_not_built() -> str:
@@ -91,4 +93,4 @@ def _cuda_kernels() -> str:
     reason = _C.why_no_kernels("cuda")
     library = Path(_C.__file__).with_name("_cuda.so")
     built = f"built ({library})" if library.exists() else f"not built: {_why_not_built()}"
-    return f"in use, {built}" if reason is None else f"not in use: {reason}; {built}"
+    return f"in use, {built}" if reason is None else f"not in use, torch's operators are: {reason}; {built}"

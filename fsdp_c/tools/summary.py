@@ -567,10 +567,27 @@ def describe_unit(fsdp_module: ShardedModule, is_root: bool) -> str:
 
 
 def log_units(root: ShardedModule) -> None:
-    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to fsdp_c."""
+    """Log the units of a tree, once and on its first rank, for ``TORCH_LOGS=fsdp_c`` or whoever listens to fsdp_c.
+
+    That torch's operators compute in place of fsdp_c's kernels is a warning, once in a process.
+    """
     replicas = root._replicate_group
-    if logger.isEnabledFor(logging.INFO) and root.rank == 0 and (replicas is None or replicas.rank() == 0):
+    if root.rank != 0 or (replicas is not None and replicas.rank() != 0):
+        return
+    _warn_of_operators(root.compute_device.type)
+    if logger.isEnabledFor(logging.INFO):
         logger.info("%s", summary(root))
+
+
+@functools.cache
+def _warn_of_operators(device_type: str) -> None:
+    if why := _C.why_no_kernels(device_type):
+        logger.warning(
+            "on %s torch's operators compute what fsdp_c's kernels would: the same values, with more work for the "
+            "host. %s",
+            device_type,
+            why,
+        )
 
 
 def _text(whole: Summary) -> Iterator[str]:

@@ -9,7 +9,7 @@
 enum { MOST_NDIM_HERE = 4 };
 
 static uint64_t random_state = 88172645463325252u;
-static const struct kernel_stream on_gpu = {nullptr, nullptr, 0};
+static const struct kernel_stream on_gpu = {nullptr, nullptr, 0, DEVICE_CUDA};
 static struct kernel_stream on_cpu;
 static const struct kernel_table *table;
 
@@ -510,7 +510,8 @@ static enum status halve(memory &values, const struct kernel_stream *stream) {
 }
 
 static void test_a_launch_goes_to_the_streams_device_and_leaves_the_current_one(void) {
-    const struct kernel_stream second = {nullptr, nullptr, 1}, missing = {nullptr, nullptr, 7};
+    const struct kernel_stream second = {nullptr, nullptr, 1, DEVICE_CUDA},
+                               missing = {nullptr, nullptr, 7, DEVICE_CUDA};
     memory values(DTYPE_FLOAT32, 10);
     CHECK_EQUAL(halve(values, &second), STATUS_OK); /* the emulation checks it */
     CHECK_EQUAL(emulated_device, 0);

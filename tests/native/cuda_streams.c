@@ -1,4 +1,5 @@
-/* csrc/torch/stream.c and pool.c as a library for ctypes, without torch: its current stream is what make_current says. */
+/* csrc/torch/stream*.c and pool.c as a library for ctypes, without torch: its current stream is what make_current says. */
+#include "torch/kernel_library.h"
 #include "torch/names.h"
 #include "torch/pool.h"
 #include "torch/stream.h"
@@ -33,6 +34,10 @@ int tensor_view_of(PyObject *tensor, struct tensor_view *view) {
     view->data = address ? PyLong_AsVoidPtr(address) : NULL;
     Py_XDECREF(address);
     return PyErr_Occurred() ? -1 : 0;
+}
+
+bool kernels_are_wanted_of_torch(void) {
+    return false;
 }
 
 void make_current(void *stream) {

@@ -101,6 +101,7 @@ def started(folder: str, index: int, current_device: int, **options: Any) -> tup
     cuda = Cuda(library, driver, **options)
     cuda.set_device(current_device)
     sys.modules["torch"], sys.modules["torch.cuda"] = ModuleType("torch"), cuda
+    sys.modules["torch"].get_device_module = lambda device: cuda  # type: ignore[attr-defined]
     cuda.make_current(SimpleNamespace(cuda_stream=0, device_index=index))
     library.start(SimpleNamespace(type="cuda", index=index))
     return library, driver, cuda

@@ -12,7 +12,10 @@ import pytest
 from tests.native.cuda_streams import CASES
 from tests.native.test_native import CSRC, NATIVE
 
-SOURCES = [NATIVE / "cuda_streams.c", *(CSRC / "torch" / name for name in ("stream.c", "pool.c"))]
+SOURCES = [
+    NATIVE / "cuda_streams.c",
+    *(CSRC / "torch" / name for name in ("stream.c", "stream_driver.c", "stream_module.c", "pool.c")),
+]
 
 
 @pytest.fixture(scope="module")

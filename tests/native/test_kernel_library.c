@@ -10,10 +10,17 @@
 
 #include "harness.h"
 #include "torch/kernel_library.h"
+#include "torch/operator_kernels.h"
+#include "torch/tensor.h"
 #include "torch/torch_abi.h"
 
 struct torch_abi torch_abi;
 const struct kernel_table cpu_kernels = {.version = KERNEL_TABLE_VERSION};
+const struct kernel_table operator_kernels = {.version = KERNEL_TABLE_VERSION};
+
+bool tensor_has_exchange(void) {
+    return true;
+}
 
 static AOTITorchError some_stream(int32_t device_index, void **stream) {
     (void)device_index;
@@ -27,9 +34,9 @@ static void check_told(const char *what) {
     int status = 0;
     if (child == 0) {
         const char *why = NULL;
-        bool found = kernels_of(DEVICE_CUDA, &why) != NULL;
+        bool is_torchs = kernels_of(DEVICE_CUDA, 0, &why) == &operator_kernels;
         fprintf(stderr, "%s\n", why);
-        _exit(!found && why && strstr(why, what) ? 0 : 1);
+        _exit(is_torchs && why && strstr(why, what) ? 0 : 1);
     }
     CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
     CHECK_EQUAL(WEXITSTATUS(status), 0);
@@ -57,7 +64,17 @@ static void test_a_missing_library_is_told_from_one_that_cannot_be_loaded(void) 
     CHECK(unsetenv("FSDP_C_CUDA_KERNELS") == 0);
 }
 
+static void test_the_environment_may_ask_for_torchs(void) {
+    const char *why = NULL;
+    CHECK(kernels_of(DEVICE_CPU, 0, &why) == &cpu_kernels && !why);
+    CHECK(setenv("FSDP_C_KERNELS", "torch", 1) == 0);
+    CHECK(kernels_of(DEVICE_CPU, 0, &why) == &operator_kernels && why);
+    CHECK(unsetenv("FSDP_C_KERNELS") == 0);
+    CHECK(kernels_of(DEVICE_PRIVATE, 0, &why) == &operator_kernels && why);
+}
+
 int main(void) {
     RUN(test_a_missing_library_is_told_from_one_that_cannot_be_loaded);
+    RUN(test_the_environment_may_ask_for_torchs);
     return 0;
 }

@@ -499,7 +499,7 @@ static void look_back_in_the_order(void) {
 /* ---- of a schedule: some streams, or none ---- */
 
 static void use_streams(void) {
-    runtime.schedule.streams.device = (PyObject *)&runtime;
+    runtime.schedule.streams.backend = (const struct stream_backend *)&runtime;
 }
 
 static void pack_beside_without_streams(void) {

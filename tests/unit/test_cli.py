@@ -122,7 +122,7 @@ def test_env_says_why_cuda_kernels_are_not_used_and_what_is_missing(monkeypatch:
     monkeypatch.setattr(upstream, "WHY_NO_FSDP1", "No module named 'x'")
     text = environment.report()
     assert "C compiler:    not found (cc)" in text and "nvcc:          not found (nvcc)" in text
-    assert "CUDA kernels:  not in use: no library for cuda; " in text
+    assert "CUDA kernels:  not in use, torch's operators are: no library for cuda; " in text
     assert "not there (No module named 'x'); fsdp_c's own stand in" in text
 
 

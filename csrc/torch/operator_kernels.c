@@ -1,0 +1,266 @@
+#include "torch/operator_kernels.h"
+
+#include "kernels/adam.h"
+#include "kernels/checksum.h"
+#include "kernels/pack.h"
+#include "torch/ref.h"
+#include "torch/tensor.h"
+
+static PyObject *functions; /* owned for ever: the module that has them */
+static _Thread_local char error_text[512];
+
+void operator_kernels_bind(PyObject *module) {
+    ref_set(&functions, Py_NewRef(module));
+}
+
+/* ---- calls ---- */
+
+/* The function of that name, called with `arguments`, which are stolen, or NULL with an exception; the lock is given back. */
+static enum status finish(PyGILState_STATE lock, const char *name, PyObject *arguments) {
+    PyObject *function = arguments ? PyObject_GetAttrString(functions, name) : NULL;
+    PyObject *done = function ? PyObject_CallObject(function, arguments) : NULL;
+    bool failed = !done;
+    Py_XDECREF(done);
+    Py_XDECREF(function);
+    Py_XDECREF(arguments);
+    if (failed && lock == PyGILState_UNLOCKED)
+        ref_take_exception(error_text, sizeof error_text);
+    PyGILState_Release(lock);
+    return failed ? STATUS_DEVICE : STATUS_OK;
+}
+
+/* ---- tensors over what kernels are given ---- */
+
+static PyObject *over(const struct tensor_view *view, const struct kernel_stream *stream) {
+    struct tensor_view there = *view;
+    there.device = stream->device;
+    there.device_index = stream->device_index;
+    return tensor_over(&there);
+}
+
+static PyObject *over_flat(const void *data, enum dtype dtype, int64_t numel, const struct kernel_stream *stream) {
+    return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype, .ndim = 1, .sizes = &numel}, stream);
+}
+
+static PyObject *over_number(const void *data, enum dtype dtype, const struct kernel_stream *stream) {
+    return over(&(struct tensor_view){.data = (void *)data, .dtype = dtype}, stream);
+}
+
+/* `item` is stolen, or NULL with an exception. */
+static int append(PyObject *list, PyObject *item) {
+    int result = item ? PyList_Append(list, item) : -1;
+    Py_XDECREF(item);
+    return result;
+}
+
+/* ---- gradients into a flat tensor ---- */
+
+/* What is written, what it is made from, and what stays zero. */
+struct packing {
+    PyObject *targets;
+    PyObject *sources;
+    PyObject *gaps;
+};
+
+static void *address(const struct pack *pack, int64_t offset) {
+    return pack->output + offset * dtype_nbytes(pack->output_dtype);
+}
+
+static int append_gap(const struct packing *packing, const struct pack *pack, int64_t begin, int64_t end) {
+    if (pack->add || begin >= end)
+        return 0;
+    return append(packing->gaps, over_flat(address(pack, begin), pack->output_dtype, end - begin, pack->stream));
+}
+
+static int append_source(const struct packing *packing, const struct pack *pack, const struct pack_source *source) {
+    struct tensor_view target = source->view;
+    if (source->numel == 0)
+        return 0;
+    target.data = address(pack, source->offset);
+    target.dtype = pack->output_dtype;
+    target.strides = source->output_strides;
+    if (append(packing->targets, over(&target, pack->stream)) < 0)
+        return -1;
+    return append(packing->sources, over(&source->view, pack->stream));
+}
+
+static int fill(const struct packing *packing, const struct pack *pack) {
+    int64_t position = 0;
+    for (int64_t i = 0; i < pack->num_sources; i++) {
+        const struct pack_source *source = &pack->sources[i];
+        if (!source->view.data)
+            continue;
+        if (append_gap(packing, pack, position, source->offset) < 0 || append_source(packing, pack, source) < 0)
+            return -1;
+        position = source_end(source);
+    }
+    return append_gap(packing, pack, position, pack->output_numel);
+}
+
+static enum status run_pack(const struct pack *pack) {
+    enum status status = pack_check(pack);
+    if (status != STATUS_OK)
+        return status;
+    PyGILState_STATE lock = PyGILState_Ensure();
+    struct packing packing = {PyList_New(0), PyList_New(0), PyList_New(0)};
+    bool made = packing.targets && packing.sources && packing.gaps && fill(&packing, pack) == 0;
+    PyObject *output = made ? over_flat(pack->output, pack->output_dtype, pack->output_numel, pack->stream) : NULL;
+    PyObject *arguments =
+        output ? Py_BuildValue("(OOOOd)", output, packing.targets, packing.sources, packing.gaps, pack->divisor) : NULL;
+    Py_XDECREF(output);
+    Py_XDECREF(packing.targets);
+    Py_XDECREF(packing.sources);
+    Py_XDECREF(packing.gaps);
+    return finish(lock, pack->add ? "pack_add" : "pack", arguments);
+}
+
+static enum status pack(void *output, enum dtype output_dtype, int64_t output_numel, const struct pack_source *sources,
+                        int64_t num_sources, double divisor, const struct kernel_stream *stream) {
+    return run_pack(&(struct pack){output, output_dtype, output_numel, sources, num_sources, divisor, false, stream});
+}
+
+static enum status pack_add(void *output, enum dtype output_dtype, const struct pack_source *sources,
+                            int64_t num_sources, const struct kernel_stream *stream) {
+    int64_t output_numel = num_sources > 0 ? source_end(&sources[num_sources - 1]) : 0;
+    return run_pack(&(struct pack){output, output_dtype, output_numel, sources, num_sources, 1.0, true, stream});
+}
+
+/* ---- contiguous elements ---- */
+
+static enum status run_flat(const char *name, void *output, enum dtype output_dtype, const void *input,
+                            enum dtype input_dtype, int64_t numel, double divisor, const struct kernel_stream *stream) {
+    if (!dtype_is_known(output_dtype) || !dtype_is_known(input_dtype))
+        return STATUS_UNSUPPORTED;
+    if (numel < 0)
+        return STATUS_INVALID;
+    PyGILState_STATE lock = PyGILState_Ensure();
+    PyObject *to = over_flat(output, output_dtype, numel, stream);
+    PyObject *from = to ? over_flat(input, input_dtype, numel, stream) : NULL;
+    PyObject *arguments = from ? Py_BuildValue("(OOd)", to, from, divisor) : NULL;
+    Py_XDECREF(to);
+    Py_XDECREF(from);
+    return finish(lock, name, arguments);
+}
+
+static enum status cast_divide(void *output, enum dtype output_dtype, const void *input, enum dtype input_dtype,
+                               int64_t numel, double divisor, const struct kernel_stream *stream) {
+    if (output == input && output_dtype != input_dtype && numel > 0)
+        return STATUS_INVALID;
+    return run_flat("cast_divide", output, output_dtype, input, input_dtype, numel, divisor, stream);
+}
+
+static enum status accumulate(void *accumulator, enum dtype accumulator_dtype, const void *input,
+                              enum dtype input_dtype, int64_t numel, double divisor,
+                              const struct kernel_stream *stream) {
+    return run_flat("accumulate", accumulator, accumulator_dtype, input, input_dtype, numel, divisor, stream);
+}
+
+static enum status copy_ranges(void *output, enum dtype dtype, const struct copy_range *ranges, int64_t num_ranges,
+                               const struct kernel_stream *stream) {
+    enum status status = STATUS_OK;
+    for (int64_t i = 0; i < num_ranges && status == STATUS_OK; i++) {
+        char *to = (char *)output + ranges[i].output_offset * dtype_nbytes(dtype);
+        const char *from = (const char *)ranges[i].input + ranges[i].input_offset * dtype_nbytes(dtype);
+        status = run_flat("cast_divide", to, dtype, from, dtype, ranges[i].numel, 1.0, stream);
+    }
+    return status;
+}
+
+/* ---- lists of tensors ---- */
+
+static enum status unscale(const struct tensor_view *tensors, const int64_t *numels, int64_t num_tensors,
+                           const float *inverse_scale, float *found_inf, const struct kernel_stream *stream) {
+    for (int64_t i = 0; i < num_tensors; i++)
+        if (!dtype_is_known(tensors[i].dtype))
+            return STATUS_UNSUPPORTED;
+    PyGILState_STATE lock = PyGILState_Ensure();
+    PyObject *list = PyList_New(0);
+    int result = list ? 0 : -1;
+    for (int64_t i = 0; !result && i < num_tensors; i++)
+        result = append(list, over_flat(tensors[i].data, tensors[i].dtype, numels[i], stream));
+    PyObject *found = result ? NULL : over_number(found_inf, DTYPE_FLOAT32, stream);
+    PyObject *scale = found ? over_number(inverse_scale, DTYPE_FLOAT32, stream) : NULL;
+    PyObject *arguments = scale ? Py_BuildValue("(OOO)", list, found, scale) : NULL;
+    Py_XDECREF(list);
+    Py_XDECREF(found);
+    Py_XDECREF(scale);
+    return finish(lock, "unscale", arguments);
+}
+
+static enum status checksums(uint64_t *checksums, const struct byte_range *ranges, int64_t num_ranges,
+                             const struct kernel_stream *stream) {
+    for (int64_t i = 0; i < num_ranges; i++)
+        if (ranges[i].nbytes < 0)
+            return STATUS_INVALID;
+    PyGILState_STATE lock = PyGILState_Ensure();
+    PyObject *list = PyList_New(0);
+    int result = list ? 0 : -1;
+    for (int64_t i = 0; !result && i < num_ranges; i++)
+        result = append(list, over_flat(ranges[i].data, DTYPE_OTHER_1, ranges[i].nbytes, stream));
+    PyObject *sums = result ? NULL : over_flat(checksums, DTYPE_OTHER_8, num_ranges, stream);
+    PyObject *arguments = sums ? Py_BuildValue("(OO)", sums, list) : NULL;
+    Py_XDECREF(list);
+    Py_XDECREF(sums);
+    return finish(lock, "checksums", arguments);
+}
+
+/* A tuple of the operands, None for one that there is not, and the number of steps. */
+static PyObject *adam_operands(const struct adam_tensor *tensor, const struct kernel_stream *stream) {
+    PyObject *operands = PyList_New(0);
+    int result = operands ? 0 : -1;
+    for (int i = 0; !result && i < ADAM_OPERANDS; i++) {
+        const struct tensor_view *view = &tensor->operands[i];
+        result =
+            append(operands, adam_has_operand(tensor, i) ? over_flat(view->data, view->dtype, tensor->numel, stream)
+                                                         : Py_NewRef(Py_None));
+    }
+    if (!result)
+        result = append(operands, over_number(tensor->step, DTYPE_FLOAT32, stream));
+    PyObject *tuple = result ? NULL : PyList_AsTuple(operands);
+    Py_XDECREF(operands);
+    return tuple;
+}
+
+static enum status adamw(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
+                         const struct kernel_stream *stream) {
+    enum status status = adam_check(tensors, num_tensors, options);
+    if (status != STATUS_OK)
+        return status;
+    PyGILState_STATE lock = PyGILState_Ensure();
+    PyObject *list = PyList_New(0);
+    int result = list ? 0 : -1;
+    for (int64_t i = 0; !result && i < num_tensors; i++)
+        result = append(list, adam_operands(&tensors[i], stream));
+    PyObject *lr = result               ? NULL
+                   : options->lr_memory ? over_number(options->lr_memory, options->lr_dtype, stream)
+                                        : PyFloat_FromDouble(options->lr);
+    PyObject *arguments = lr ? Py_BuildValue("(OOddddO)", list, lr, options->beta1, options->beta2, options->eps,
+                                             options->weight_decay, options->maximize ? Py_True : Py_False)
+                             : NULL;
+    Py_XDECREF(list);
+    Py_XDECREF(lr);
+    return finish(lock, "adamw", arguments);
+}
+
+static const char *device_error(void) {
+    return error_text;
+}
+
+static const char *why_not_on(int32_t device_index) {
+    (void)device_index;
+    return NULL;
+}
+
+const struct kernel_table operator_kernels = {
+    .version = KERNEL_TABLE_VERSION,
+    .pack = pack,
+    .pack_add = pack_add,
+    .cast_divide = cast_divide,
+    .accumulate = accumulate,
+    .copy_ranges = copy_ranges,
+    .unscale = unscale,
+    .checksums = checksums,
+    .adamw = adamw,
+    .device_error = device_error,
+    .why_not_on = why_not_on,
+};

@@ -1,0 +1,27 @@
+/* Who keeps streams and events: the CUDA driver, in stream_driver.c, or, for any other device, torch's module of it, in
+ * stream_module.c. stream.c says what is done with them. */
+#ifndef FSDP_TORCH_STREAM_BACKEND_H
+#define FSDP_TORCH_STREAM_BACKEND_H
+
+#include "torch/stream.h"
+
+/* Each returns 0, or -1 with an exception, where nothing else is said. */
+struct stream_backend {
+    int (*init)(struct streams *streams);          /* once its side streams are there */
+    int (*identify)(struct stream_handle *stream); /* fills in `raw` */
+    int (*record)(const struct streams *streams, const struct stream_handle *stream, stream_event *event);
+    int (*wait)(const struct streams *streams, const struct stream_handle *stream, stream_event event);
+    int (*synchronize)(const struct streams *streams, stream_event event);
+    void (*destroy)(stream_event event);
+    bool (*is_current)(const struct streams *streams, const struct stream_handle *stream); /* never raises */
+    /* Whether a CUDA graph is made of what is enqueued there. Never raises. */
+    bool (*is_capturing)(const struct streams *streams, const struct stream_handle *stream);
+    int (*is_elsewhere)(const struct streams *streams); /* another device is the thread's current one: 1; or 0 or -1 */
+};
+
+extern const struct stream_backend driver_backend;
+extern const struct stream_backend module_backend;
+
+bool driver_is_there(void); /* libcuda has been found. Never raises */
+
+#endif

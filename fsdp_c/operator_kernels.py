@@ -1,0 +1,113 @@
+"""The kernels as operators of torch, for devices that have none of ours. kernels.h says what each computes.
+
+``csrc/torch/operator_kernels.c`` calls them with tensors over the memory that the kernels of C are given, on the
+current stream. What parameters and gradients go through has the bits of those kernels, and of torch's FSDP1.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+
+from fsdp_c import _C
+
+# checksum.c has these numbers, as unsigned ones.
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = (0xFF51AFD7ED558CCD - (1 << 64), 0xC4CEB9FE1A85EC53 - (1 << 64))
+_WORDS = 1 << 22
+
+
+def pack(output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float) -> None:
+    """Cast, flatten and divide: ``targets`` are parts of ``output``, as ``gaps`` are, between which nothing is left."""
+    if gaps:
+        torch._foreach_zero_(gaps)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    if divisor != 1:
+        output.div_(divisor)
+
+
+def pack_add(output: Tensor, targets: list[Tensor], sources: list[Tensor], gaps: list[Tensor], divisor: float) -> None:
+    if targets:
+        torch._foreach_add_(targets, [source.to(output.dtype) for source in sources])
+
+
+def cast_divide(output: Tensor, input: Tensor, divisor: float) -> None:
+    if output.data_ptr() != input.data_ptr():
+        output.copy_(input)
+    if divisor != 1:
+        output.div_(divisor)
+
+
+def accumulate(accumulator: Tensor, input: Tensor, divisor: float) -> None:
+    quotient = input if divisor == 1 else input.div(divisor)
+    accumulator.add_(quotient.to(accumulator.dtype))
+
+
+def unscale(tensors: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    if tensors:
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse_scale)
+
+
+def checksums(sums: Tensor, ranges: list[Tensor]) -> None:
+    for index, data in enumerate(ranges):
+        total = torch.full((), data.numel(), dtype=torch.int64, device=sums.device)
+        for first in range(0, data.numel(), 8 * _WORDS):
+            total += _sum_of_words(data[first : first + 8 * _WORDS].view(torch.uint8), first // 8)
+        sums[index] = _mixed(total)
+
+
+def _sum_of_words(data: Tensor, first: int) -> Tensor:
+    words = torch.zeros((data.numel() + 7) // 8 * 8, dtype=torch.uint8, device=data.device)
+    words[: data.numel()] = data
+    x = words.view(torch.int64)
+    x = x ^ (torch.arange(first + 1, first + 1 + x.numel(), device=x.device) * _STEP)
+    return (x + (x & 0xFFFFFFFF) * _shifted(x, 32)).sum()
+
+
+def _mixed(total: Tensor) -> Tensor:
+    for factor in _MIX:
+        total = (total ^ _shifted(total, 33)) * factor
+    return total ^ _shifted(total, 33)
+
+
+def _shifted(value: Tensor, bits: int) -> Tensor:
+    """To the right, filled up with zeros."""
+    return (value >> bits) & ((1 << (64 - bits)) - 1)
+
+
+Operands = tuple[Tensor, Tensor, Tensor, Tensor, "Tensor | None", Tensor]
+
+
+def adamw(
+    tensors: list[Operands],
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+) -> None:
+    """The formula of adam.c, to rounding: what it fuses is rounded on the way here."""
+    for param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step in tensors:
+        step += 1
+        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        p, g, m, v = (operand.to(dtype) for operand in (param, grad, exp_avg, exp_avg_sq))
+        if maximize:
+            g = -g
+        m = m + (1 - beta1) * (g - m)
+        v = v * beta2 + (1 - beta2) * g * g
+        exp_avg.copy_(m)
+        exp_avg_sq.copy_(v)
+        if max_exp_avg_sq is not None:
+            v = torch.maximum(max_exp_avg_sq.to(dtype), v)
+            max_exp_avg_sq.copy_(v)
+        steps = step.to(torch.float64)
+        correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
+        denominator = v.sqrt() / correction2.sqrt().to(dtype) + eps
+        param.copy_(p * (1 - lr * weight_decay) - (lr / correction1).to(dtype) * m / denominator)
+
+
+_C.bind_operator_kernels(sys.modules[__name__])

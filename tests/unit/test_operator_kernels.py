@@ -1,0 +1,126 @@
+"""Operators of torch in the place of the kernels: the same bits through the same ops, whatever dtypes and strides."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_c import _C, operator_kernels
+from fsdp_c.optim import FlatAdamW
+from fsdp_c.tools import environment, summary
+from tests.unit.test_kernels import DTYPES, PAIRS, assert_same_bits, strided_tensors, values
+
+OPS = torch.ops.fsdp_c
+NUMELS = [0, 1, 1031]
+
+
+@pytest.fixture
+def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+    """What a call gives by torch's operators, and by the kernels."""
+
+    def call(run: Callable[[], Any]) -> tuple[Any, Any]:
+        with monkeypatch.context() as patch:
+            patch.setenv("FSDP_C_KERNELS", "torch")
+            assert _C.why_no_kernels("cpu")
+            by_operators = run()
+        assert _C.why_no_kernels("cpu") is None
+        return by_operators, run()
+
+    return call
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=str)
+def test_casts_divisions_and_sums(both: Any, source: torch.dtype, target: torch.dtype) -> None:
+    for numel, divisor in itertools.product(NUMELS, [1.0, 3.3]):
+        tensor, sums = values(numel, source), values(numel, target, seed=1)
+
+        def accumulated(tensor: Tensor = tensor, sums: Tensor = sums, divisor: float = divisor) -> Tensor:
+            total = sums.clone()
+            OPS.accumulate_shard(total, tensor, divisor)
+            return total
+
+        assert_same_bits(*both(lambda t=tensor, d=divisor: OPS.cast_divide(t, d, target)))
+        assert_same_bits(*both(accumulated))
+
+
+@pytest.mark.parametrize("source", DTYPES, ids=str)
+@pytest.mark.parametrize("name", strided_tensors(torch.float32))
+def test_packing_zeroes_what_no_gradient_covers(both: Any, source: torch.dtype, name: str) -> None:
+    tensors = [strided_tensors(source)[name], values(0, source), values(5, source)]
+    first = tensors[0].numel()
+
+    def packed() -> Tensor:
+        out = torch.full((first + 20,), math.nan)
+        OPS.pack_gradients(out, tensors, [3, first + 3, first + 9], 3.3)
+        return out
+
+    assert_same_bits(*both(packed))
+    assert_same_bits(*both(lambda: OPS.flatten(tensors, 8, 2 * first + 32, torch.bfloat16)))
+
+
+def test_shards_and_parts(both: Any) -> None:
+    flat = values(1031, torch.float32)
+    assert_same_bits(*both(lambda: OPS.shard(flat, 3, 4, torch.bfloat16)))
+    for ours, theirs in zip(*both(lambda: OPS.unflatten(flat, [0, 7, 1031], [7, 0, 0])), strict=True):
+        assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unscaling_finds_what_is_not_finite(both: Any, dtype: torch.dtype) -> None:
+    for tensor in (values(1031, dtype), torch.ones(9, dtype=dtype)):
+
+        def unscaled(tensor: Tensor = tensor) -> tuple[Tensor, Tensor]:
+            copy, found = tensor.clone(), torch.zeros(())
+            OPS.unscale_([copy], found, torch.tensor(1 / 3))
+            return copy, found
+
+        (ours, found), (theirs, also_found) = both(unscaled)
+        assert_same_bits(ours, theirs)
+        assert found == also_found
+
+
+def test_checksums(both: Any) -> None:
+    tensors = [values(numel, torch.bfloat16) for numel in (0, 1, 3, 4, 1031)] + [torch.arange(99, dtype=torch.uint8)]
+    assert torch.equal(*both(lambda: OPS.checksums(tensors)))
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True, "lr": torch.tensor(0.1)}], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_adamw_to_rounding(both: Any, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    def trained() -> Tensor:
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 99).to(dtype))
+        optimizer = FlatAdamW([param], **({"lr": 0.1} | options))
+        for seed in range(4):
+            param.grad = torch.randn(99, generator=torch.Generator().manual_seed(seed)).to(dtype)
+            optimizer.step()
+        return param.detach()
+
+    torch.testing.assert_close(*both(trained))
+
+
+def test_it_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("FSDP_C_KERNELS", "torch")
+    summary._warn_of_operators.cache_clear()
+    with caplog.at_level(logging.WARNING, "fsdp_c"):
+        for _ in range(2):
+            summary._warn_of_operators("cpu")
+    summary._warn_of_operators.cache_clear()
+    assert caplog.text.count("FSDP_C_KERNELS=torch is in the environment") == 1
+    assert "CPU kernels:   not in use, torch's operators are: FSDP_C_KERNELS=torch" in environment.report()
+
+
+def test_what_an_operator_raises_is_the_ops_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise ValueError("no such thing")
+
+    monkeypatch.setenv("FSDP_C_KERNELS", "torch")
+    monkeypatch.setattr(operator_kernels, "pack", refuse)
+    with pytest.raises(RuntimeError, match="fsdp_c::flatten: the device refused: no such thing"):
+        OPS.flatten([torch.ones(3)], 1, 3, torch.float32)
