@@ -29,6 +29,7 @@ commands:
   run -m MODULE [ARGUMENT ...]    the same for a module
   plan MODULE:CALLABLE ...        show units, sizes, collectives and memory of a model; no ranks, no memory for it
   env                             show versions, what was found here, and which kernels are used: for reports
+  selftest                        try kernels, training, memory, time and a checkpoint on this machine, beside torch's
 
   torchrun --nproc-per-node 8 -m fsdp_c train.py --lr 0.1
   torchrun --nproc-per-node 8 -m fsdp_c run -m my_package.train --lr 0.1
@@ -225,4 +226,20 @@ def env(argv: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan, "env": env}
+# ----------------------------------------------------------------- selftest
+
+
+def selftest(argv: Sequence[str]) -> int:
+    """Try what fsdp_c promises, on this rank of torchrun, or on ranks that are started here. 1 if anything failed."""
+    parser = _parser(
+        "selftest", description="Try fsdp_c on this machine, beside torch's FSDP1 and FSDP2: some minutes."
+    )
+    parser.add_argument("--device", metavar="TYPE", help="as in cuda or cpu (default: the accelerator that is here)")
+    parser.add_argument("--width", type=int, default=512, metavar="N", help=f"of the model {DEFAULT}")
+    args = parser.parse_args(argv)
+    from fsdp_c import selftest  # it brings optimizers and checkpoints with it
+
+    return selftest.main(args.device, args.width)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": run, "plan": plan, "env": env, "selftest": selftest}

@@ -26,7 +26,7 @@ PYTHON_LAYERS = (  # packages, and modules beside them
     ("checkpoint",),
     ("api", "debug", "fully_sharded_data_parallel", "host_cost", "optim", "sharded_grad_scaler", "where", "wrap"),
     ("interop",),
-    ("__init__", "__main__", "cli"),
+    ("__init__", "__main__", "cli", "selftest"),
 )
 BUDGET = {  # lines, by folder: growth is a decision, which raises its number here
     "csrc/base": 160,
@@ -37,7 +37,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_300,
     "csrc/runtime": 5_850,
     "csrc/python": 1_850,
-    "fsdp_c": 19_700,
+    "fsdp_c": 20_000,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}

@@ -1,0 +1,59 @@
+"""python -m fsdp_c selftest: it passes here, on ranks that it starts itself, and names what fails."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_c import selftest
+
+ROOT = Path(__file__).resolve().parents[2]
+FAILING = """
+import sys
+from fsdp_c import selftest
+selftest.CASES = {name: case for name, case in selftest.CASES.items() if name == "NO_SHARD"}
+def kernels(device):
+    if selftest.dist.get_rank() == 1:
+        raise ValueError("no such luck")
+selftest._kernels = kernels
+sys.exit(selftest.main("cpu", 8))
+"""
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=100, check=False)
+
+
+def test_it_passes_on_ranks_of_its_own_and_ends_with_a_report() -> None:
+    done = run(sys.executable, "-m", "fsdp_c", "selftest", "--device", "cpu", "--width", "8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, report = done.stdout.split("---- to paste into a report ----")
+    for line in ("2 ranks on cpu", "kernels: the bits of", *(f"{name}: loss" for name in selftest.CASES)):
+        assert f"\n{line}" in report
+    assert "all is well, in" in report.splitlines()[-1]
+
+
+def test_what_fails_on_one_rank_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    done = run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script))
+    assert done.returncode == 1
+    assert "kernels: FAILED on rank 1: ValueError: no such luck" in done.stdout
+    assert "a checkpoint: saved, loaded, and the same\nFAILED: kernels, in" in done.stdout
+
+
+def test_the_first_difference_is_told() -> None:
+    expected = torch.tensor([[1.0, float("nan")], [3.0, 4.0]])
+    selftest._same("x", expected.clone(), expected)
+    with pytest.raises(AssertionError, match=r"parameter x: element 2 is 5.0, not 3.0; 2 of 4 differ"):
+        selftest._compare({"x": expected + torch.tensor([[0.0, 0.0], [2.0, 1.0]])}, {"x": expected})
+    with pytest.raises(AssertionError, match="parameters are y, but should be x"):
+        selftest._compare({"y": expected}, {"x": expected})
+    with pytest.raises(AssertionError, match=r"x: torch.float64 of \[2, 2\], not torch.float32"):
+        selftest._same("x", expected.double(), expected)
