@@ -43,6 +43,8 @@ T = TypeVar("T")
 StrPath = str | os.PathLike[str]
 METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
+LAYOUT = "fsdp_c.layout"
+LAYOUT_MAGIC = b"fsdp_c.layout 1\n"
 FORMAT = "fsdp_c.checkpoint"  # is told by the file of checksums
 
 _REPLACED = "replaced"  # in a folder of data: names of what its checkpoint replaced
@@ -53,7 +55,7 @@ _GONE = ".removed"
 # patterns of fixed beginnings, which are found at several times the speed of one
 _NAMED = [re.compile(pattern.encode()) for pattern in (f"{_DATA}(?=/{_FILE})", _FILE)]
 _OF_A_NAME = re.compile(rb"[\w./-]")
-_OWN_FILE = re.compile("|".join([_FILE, *map(re.escape, (METADATA, CHECKSUMS, _REPLACED))]))
+_OWN_FILE = re.compile("|".join([_FILE, *map(re.escape, (METADATA, CHECKSUMS, LAYOUT, _REPLACED))]))
 _TRIES = 100
 
 
@@ -116,6 +118,11 @@ def locate(path: Path) -> Path:
 def is_checkpoint(folder: Path) -> bool:
     """Whether ``folder`` has what is written last."""
     return (folder / METADATA).is_file()
+
+
+def lies_in(folder: Path, path: Path) -> bool:
+    """Whether ``path`` is a file of ``folder``, and no link out of it."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
 
 
 def unless_replaced(path: Path, work: Callable[[], T]) -> T:
@@ -209,7 +216,7 @@ def publish(temporary: Path, path: Path) -> None:
         os.rename(temporary, path)
         sync_published(path.parent, path)
         return
-    replaced = sorted({*named_in(_metadata(path)), CHECKSUMS} - {temporary.name})
+    replaced = sorted({*named_in(_metadata(path)), CHECKSUMS, LAYOUT} - {temporary.name})
     write_file(temporary / _REPLACED, "\n".join(replaced).encode())
     _sync_folder(temporary)
     _sync_folder(path)
@@ -345,16 +352,18 @@ def _remove_replaced(data: Path, named: set[str]) -> None:
         path = data.parent / name
         if re.fullmatch(_DATA, name):
             _remove(path)
-        elif re.fullmatch(_FILE, name) or (name == CHECKSUMS and _is_own_checksums(path)):
+        elif re.fullmatch(_FILE, name) or (name in (CHECKSUMS, LAYOUT) and _is_own(path)):
             path.unlink(missing_ok=True)
     (data / _REPLACED).unlink()
 
 
-def _is_own_checksums(path: Path) -> bool:
+def _is_own(path: Path) -> bool:
+    """Whether a file of the name of one of ours is one."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
-        return f'"{FORMAT}"'.encode() in file.read(256)
+        start = file.read(256)
+    return f'"{FORMAT}"'.encode() in start or start.startswith(LAYOUT_MAGIC)
 
 
 def _remove(path: Path) -> None:

@@ -52,11 +52,12 @@ class Held(NamedTuple):
 
     def boxes(self) -> Sequence[HeldBox]:
         """In the order in which they lie in memory."""
-        return _boxes(self, pieces.MAX_NBYTES)
+        return boxes_of_pieces(self, pieces.MAX_NBYTES)
 
 
 @functools.lru_cache(maxsize=1024)
-def _boxes(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
+def boxes_of_pieces(held: Held, max_nbytes: int) -> Sequence[HeldBox]:
+    """The boxes where no piece is larger than ``max_nbytes``."""
     found = []
     if held.is_one_piece or not math.prod(held.sizes):
         parts: Iterator[tuple[Offsets, tuple[int, ...]]] = iter([((0,) * len(held.sizes), held.sizes)])

@@ -11,6 +11,7 @@ import gc
 import io
 import json
 import math
+import os
 import pathlib
 import pickle
 import reprlib
@@ -27,7 +28,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
-from fsdp_c.checkpoint.folder import CHECKSUMS, FORMAT, METADATA, CheckpointError, data_folders, locate
+from fsdp_c.checkpoint.folder import CHECKSUMS, FORMAT, LAYOUT, METADATA, CheckpointError, data_folders, lies_in, locate
 from fsdp_c.checkpoint.pickles import Tuple, Value, dtype_named, is_getattr, with_marked_tuples
 from fsdp_c.checkpoint.pieces import Place
 
@@ -113,8 +114,15 @@ class Chunk(NamedTuple):
 class TensorEntry:
     """A tensor. Its chunks are made, and looked at, when they are first asked for: CheckpointError then."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, make_chunks: Callable[[], Sequence[Chunk]]) -> None:
-        self.shape, self.dtype = shape, dtype
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        make_chunks: Callable[[], Sequence[Chunk]],
+        find: Callable[[Sequence[int], Sequence[int]], Iterator[tuple[int, Chunk]]] | None = None,
+    ) -> None:
+        """``find``: does what ``within`` does, without a look at every chunk."""
+        self.shape, self.dtype, self._find = shape, dtype, find
         self._make_chunks: Callable[[], Sequence[Chunk]] | None = make_chunks
         self._chunks: Sequence[Chunk] | None = None
 
@@ -128,10 +136,14 @@ class TensorEntry:
 
     def let_go(self) -> None:
         """Give back what chunks are made of; those that have been made stay."""
-        self._make_chunks = None
+        if self._find is None:
+            self._make_chunks = None
 
     def within(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Chunk]]:
         """The chunks that have elements of a box, with their indices."""
+        if self._find is not None:
+            yield from self._find(offsets, sizes)
+            return
         ends = [start + size for start, size in zip(offsets, sizes, strict=True)]
         dim = max(range(len(ends)), key=lambda dim: self.shape[dim] / max(sizes[dim], 1), default=None)
         for index, chunk in enumerate(self.chunks):
@@ -274,49 +286,62 @@ class _Reader:
         identity = len(content), zlib.crc32(content)
         checksums, problem = _checksums(self.folder, identity, data_folders(content))
         metadata = _Unpickler(content).load()
-        _require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
-        _require(type(metadata.state_dict_metadata) is dict, "it has no entries")
-        _require(type(metadata.storage_data) is dict, "it does not say where entries are")
+        require(_kind(metadata) == "Metadata", "it does not hold the metadata of a checkpoint")
+        require(type(metadata.state_dict_metadata) is dict, "it has no entries")
+        require(type(metadata.storage_data) is dict, "it does not say where entries are")
         stored, has_pieces = self._stored(metadata.storage_data)
         entries = {}
         for key, value in metadata.state_dict_metadata.items():
-            _require(type(key) is str, f"a key is {type(key).__name__}")
+            require(type(key) is str, f"a key is {type(key).__name__}")
             entries[key] = self._entry(key, value, stored.get(key, []))
         # a file of checksums that does not fit is of a checkpoint of ours that torch replaced with its own
         if has_pieces and problem is not None:
             _make_all(entries)  # what is wrong with an entry says more
             raise problem
-        if checksums is not None:
-            self._check_files(checksums)
-        framing = {name: info["framing_crc32"] for name, info in (checksums or {}).items() if name != METADATA}
-        return Checkpoint(self.folder, entries, _paths(metadata.planner_data, entries), self.sizes, identity, framing)
+        listed = {name: info for name, info in (checksums or {}).items() if self._is_needed(name)}
+        self.check_files(listed)
+        framing = {name: info["framing_crc32"] for name, info in listed.items() if name != METADATA}
+        paths = checked_paths(metadata.planner_data, entries)
+        return Checkpoint(self.folder, entries, paths, self.sizes, identity, framing)
 
     def _content(self) -> bytes:
         size = (self.folder / METADATA).stat().st_size
-        _require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
+        require(size <= _MAX_METADATA_NBYTES, f"it has {size} bytes")
         return (self.folder / METADATA).read_bytes()
 
-    def _check_files(self, checksums: dict[str, Any]) -> None:
+    def check_files(self, checksums: dict[str, Any]) -> None:
         for name, info in checksums.items():
             size = self._size(name)
-            if size != info["size"]:
+            if size != info["size"] and not _is_layout(name):
                 raise CheckpointError(
                     f"{self.folder / name}: {size} bytes where {info['size']} were written: torn or replaced"
                 )
+
+    def _is_needed(self, name: str) -> bool:
+        """False for a layout that is not there: whoever copied the checkpoint may not have known it."""
+        return not _is_layout(name) or (self.folder / name).is_file()
+
+    def find_files(self, inner: str) -> None:
+        """Note the sizes of the files of ranks in a folder, all at once; links are looked at one by one later."""
+        prefix = "" if inner == "." else f"{inner}/"
+        with os.scandir(self.folder / inner) as found:
+            for each in found:
+                if each.name.endswith(".distcp") and each.is_file(follow_symlinks=False):
+                    self.sizes[prefix + each.name] = each.stat(follow_symlinks=False).st_size
 
     # ------------------------------------------------------------- where entries are
 
     def _size(self, name: Any) -> int:
         """The size of a file of this folder. A name that leads elsewhere is refused."""
-        _require(type(name) is str, "the name of a file is no text")
+        require(type(name) is str, "the name of a file is no text")
         if name not in self.sizes:
             parts = pathlib.PurePosixPath(name).parts
             safe = parts and ".." not in parts and not name.startswith("/") and "\0" not in name
-            _require(safe, f"the file name {name!r} leads out of the folder")
+            require(safe, f"the file name {name!r} leads out of the folder")
             path = self.folder / name
             if not path.is_file():
                 raise CheckpointError(f"{path}: missing")
-            _require(path.resolve().is_relative_to(self.folder.resolve()), f"{name!r} is a link out of the folder")
+            require(path.resolve().is_relative_to(self.folder.resolve()), f"{name!r} is a link out of the folder")
             self.sizes[name] = path.stat().st_size
         return self.sizes[name]
 
@@ -325,8 +350,8 @@ class _Reader:
         stored: dict[str, list[tuple[Any, Any]]] = {}
         has_pieces = False
         for index, info in storage_data.items():
-            _require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
-            _require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
+            require(_kind(index) == "MetadataIndex" and type(index.fqn) is str, "an index is something else")
+            require(_kind(info) == "_StorageInfo", f"the place of {index.fqn} is {_kind(info)}")
             self._size(info.relative_path)
             has_pieces = has_pieces or info.piece is not None
             stored.setdefault(index.fqn, []).append((index.offset, info))
@@ -337,8 +362,8 @@ class _Reader:
         places, what = {}, f"the place of {key}"
         for index, info in stored:
             unknown = set(vars(info)) - _STORAGE_INFO
-            _require(not unknown, f"{what} has {reprlib.repr(unknown)}")
-            _require(not info.transform_descriptors, f"{key} is compressed or encrypted")
+            require(not unknown, f"{what} has {reprlib.repr(unknown)}")
+            require(not info.transform_descriptors, f"{key} is compressed or encrypted")
             offset = None if index is None else ints(index, what)
             start, length = ints((info.offset, info.length), what)
             size = self._size(info.relative_path)
@@ -352,12 +377,12 @@ class _Reader:
     def _entry(self, key: str, value: Any, stored: list[tuple[Any, Any]]) -> Entry:
         if _kind(value) == "BytesStorageMetadata":
             places = self._places(key, stored)
-            _require(None in places, f"{key} is nowhere")
+            require(None in places, f"{key} is nowhere")
             return BytesEntry(*places[None])
-        _require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
-        shape = _shape(value.size, key)
+        require(_kind(value) == "TensorStorageMetadata", f"{key} is {_kind(value)}")
+        shape = check_shape(value.size, key)
         dtype = _dtype(value.properties)
-        _require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
+        require(isinstance(dtype, torch.dtype) and type(value.chunks) is list, f"{key} has no dtype or chunks")
 
         def make_chunks() -> list[Chunk]:
             try:
@@ -373,25 +398,25 @@ class _Reader:
     def _chunks(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, raw: list[Any], places: Any) -> list[Chunk]:
         chunks = [self._chunk(key, shape, dtype, chunk, places) for chunk in raw]
         total = sum(chunk.numel for chunk in chunks)
-        _require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
-        _require(total * dtype.itemsize <= sum(self.sizes.values()), f"{key} is larger than all files")
-        _require(do_tile([(c.offsets, c.sizes) for c in chunks], shape), f"chunks of {key} overlap")
+        require(total == math.prod(shape), f"the chunks of {key} have {total} elements, its shape is {shape}")
+        require(total * dtype.itemsize <= sum(self.sizes.values()), f"{key} is larger than all files")
+        require(do_tile([(c.offsets, c.sizes) for c in chunks], shape), f"chunks of {key} overlap")
         return chunks
 
     def _chunk(self, key: str, shape: tuple[int, ...], dtype: torch.dtype, chunk: Any, places: Any) -> Chunk:
-        _require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
-        offsets, sizes = ints(chunk.offsets, key), _shape(chunk.sizes, key)
+        require(_kind(chunk) == "ChunkStorageMetadata", f"{key} has a chunk that is {_kind(chunk)}")
+        offsets, sizes = ints(chunk.offsets, key), check_shape(chunk.sizes, key)
         fits = len(offsets) == len(sizes) == len(shape)
         fits = fits and all(o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
-        _require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
+        require(fits, f"{key} has a chunk {offsets} {sizes} outside its shape {shape}")
         place = places.get(offsets) or places.get(None)
-        _require(place is not None, f"the chunk {offsets} of {key} is nowhere")
+        require(place is not None, f"the chunk {offsets} of {key} is nowhere")
         found = Chunk(offsets, sizes, *place)
         nbytes = found.numel * dtype.itemsize
-        _require(nbytes <= found.length, f"{key} has {nbytes} bytes in {found.length} bytes of a file")
-        _require(found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data")
+        require(nbytes <= found.length, f"{key} has {nbytes} bytes in {found.length} bytes of a file")
+        require(found.place is None or found.place.nbytes == nbytes, f"the size of {key} is not that of its data")
         strides = found.place and found.place.strides
-        _require(strides is None or strides_fit(sizes, strides), f"the strides of {key} do not fit")
+        require(strides is None or strides_fit(sizes, strides), f"the strides of {key} do not fit")
         return found
 
 
@@ -400,7 +425,11 @@ def _dtype(properties: Any) -> Any:
     return state[0] if isinstance(state, tuple) and state else properties.dtype
 
 
-def _require(condition: object, problem: str) -> None:
+def _is_layout(name: str) -> bool:
+    return pathlib.PurePosixPath(name).name == LAYOUT
+
+
+def require(condition: object, problem: str) -> None:
     if not condition:
         raise ValueError(problem)
 
@@ -412,7 +441,7 @@ def ints(values: object, what: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _shape(values: object, what: str) -> tuple[int, ...]:
+def check_shape(values: object, what: str) -> tuple[int, ...]:
     sizes = ints(values, what)
     if len(sizes) > MAX_DIMS or math.prod(sizes) >= 2**62:
         raise ValueError(f"{what}: sizes {reprlib.repr(sizes)}")
@@ -422,10 +451,10 @@ def _shape(values: object, what: str) -> tuple[int, ...]:
 def _place(piece: Any, start: int, length: int, what: str) -> Place | None:
     if piece is None:
         return None
-    _require(isinstance(piece, tuple) and len(piece) == 4, f"{what} is damaged")
+    require(isinstance(piece, tuple) and len(piece) == 4, f"{what} is damaged")
     offset, nbytes, crc32, strides = piece
     ints((offset, nbytes, crc32), what)
-    _require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
+    require(start <= offset and offset + nbytes <= start + length, f"{what} is outside its entry")
     return Place(offset, nbytes, crc32, None if strides is None else ints(strides, what))
 
 
@@ -461,7 +490,7 @@ def do_tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     return not boxes or odd == set(product(*((0, shape[dim]) for dim in divided)))
 
 
-def _paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict]:
+def checked_paths(planner_data: Any, entries: dict[str, Entry]) -> dict[str, PathInDict]:
     given = planner_data if type(planner_data) is dict else {}
     paths: dict[str, PathInDict] = {}
     for key in entries:
@@ -490,10 +519,10 @@ def _checksums(
     folder: Path, metadata: tuple[int, int], inner: list[str]
 ) -> tuple[dict[str, Any] | None, CheckpointError | None]:
     """What the file says that fits ``.metadata``, or what is wrong: in ``folder``, or where its data are."""
-    problem = CheckpointError(f"{folder}: {CHECKSUMS} is missing (an interrupted copy?)")
+    problem = _without_checksums(folder)
     for name in (*inner, "."):
         path = folder / name / CHECKSUMS
-        if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
+        if lies_in(folder, path):
             try:
                 return _read_checksums(folder, path, metadata), None
             except CheckpointError as error:
@@ -501,24 +530,45 @@ def _checksums(
     return None, problem
 
 
-def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int]) -> dict[str, Any]:
+def read_checksums(folder: Path, inner: str, metadata: tuple[int, int] | None = None) -> dict[str, Any]:
+    """What the file beside the data says, which are in ``inner``. CheckpointError if ``metadata`` are of another."""
+    if not lies_in(folder, folder / inner / CHECKSUMS):
+        raise _without_checksums(folder)
+    return _read_checksums(folder, folder / inner / CHECKSUMS, metadata)
+
+
+def _without_checksums(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder}: {CHECKSUMS} is missing (an interrupted copy?)")
+
+
+def checked_sizes(folder: Path, inner: str, checksums: dict[str, Any]) -> dict[str, int]:
+    """The sizes of the files that are listed, most in ``inner``. CheckpointError for one that is missing or torn."""
+    reader = _Reader(folder)
+    if inner == "." or not (folder / inner).is_symlink():
+        reader.find_files(inner)
+    # .metadata may be another's by now, and whoever calls has looked at the one that was opened
+    reader.check_files({name: info for name, info in checksums.items() if name != METADATA})
+    return reader.sizes | {METADATA: checksums[METADATA]["size"]}
+
+
+def _read_checksums(folder: Path, path: Path, metadata: tuple[int, int] | None) -> dict[str, Any]:
     try:
-        _require(path.stat().st_size <= 2**30, "too large")
+        require(path.stat().st_size <= 2**30, "too large")
         content = json.loads(path.read_bytes())
         header = {name: content.pop(name) for name in ("format", "version", "algorithm")}
-        _require(header == {"format": FORMAT, "version": VERSION, "algorithm": "crc32"}, f"unknown format {header}")
-        _require(set(content) == {"files"}, "unknown fields")
+        require(header == {"format": FORMAT, "version": VERSION, "algorithm": "crc32"}, f"unknown format {header}")
+        require(set(content) == {"files"}, "unknown fields")
         files: dict[str, Any] = content["files"]
         for name, info in files.items():
             kind = "crc32" if name == METADATA else "framing_crc32"
-            _require(set(info) == {"size", kind}, f"what it says of {name}")
+            require(set(info) == {"size", kind}, f"what it says of {name}")
             ints(tuple(info.values()), name)
         own = files[METADATA]
     except OSError:
         raise
     except Exception as error:
         raise CheckpointError(f"{path}: damaged ({error})") from error
-    if (own["size"], own["crc32"]) != metadata:
+    if metadata is not None and (own["size"], own["crc32"]) != metadata:
         raise CheckpointError(f"{folder / METADATA}: damaged: its checksum is not the one in {path}")
     return files
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, set_element
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from fsdp_c.checkpoint.folder import CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry
 from fsdp_c.checkpoint.model_state import part_value, uncompiled_keys, uncompiled_names
+from fsdp_c.checkpoint.storage import put_at
 from fsdp_c.checkpoint.values import global_shape, is_in_parts, value_of_state
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding.sharded_module import units_of
@@ -307,7 +308,7 @@ class OptimTarget:
             value = self.scalars[key] if key in self.scalars else self.objects[key]
             if not rest:
                 raise CheckpointError(f"{self.checkpoint.folder}: {key} is {type(value).__name__}, and no group")
-            set_element(saved.setdefault(owner, {}), tuple(rest), value)
+            put_at(self.checkpoint, key, saved.setdefault(owner, {}), tuple(rest), value)
         own = [fqn for params in self.groups for _, known in params for fqn in known.fqns]
         uncompiled = uncompiled_keys(own)
         by_fqn = {uncompiled(fqn): group for group in saved.values() for fqn in group.get("params", ())} or saved

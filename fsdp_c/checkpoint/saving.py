@@ -27,9 +27,11 @@ from fsdp_c.checkpoint.folder import (
     absolute,
     check_path,
     check_target,
+    locate,
     new_folder,
     unless_replaced,
 )
+from fsdp_c.checkpoint.layout_file import checked_layout, read_layout
 from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Entry, PathInDict, TensorEntry, read_checkpoint
 from fsdp_c.checkpoint.model_state import (
     EXTRA_STATE,
@@ -149,14 +151,20 @@ def load(
     ranks = _Ranks(process_group)
     what = f"loading {os.fspath(path)}"
 
-    def prepare() -> _Loading:
+    def check() -> tuple[int, int] | None:
         check_path(path)
-        make = functools.partial(_Loading, model, optimizer, Path(path), model_key, optim_key, strict)
+        folder = locate(Path(path))
+        return unless_replaced(folder, lambda: checked_layout(folder)) if ranks.is_first else None
+
+    def prepare() -> _Loading:
+        read = functools.partial(read_checkpoint, whole=False) if checked is None else read_layout
+        make = functools.partial(_Loading, model, optimizer, Path(path), read, model_key, optim_key, strict)
         return unless_replaced(Path(path), make)
 
     for _ in range(_TRIES):
+        _, (checked, *_) = ranks.agree(what, check, lambda found: found)
         loading, found = ranks.agree(what, prepare, lambda loading: loading.checkpoint.identity)
-        if len(set(found)) == 1:
+        if {*found} == {checked or found[0]}:
             break
         loading.checkpoint.close()
     else:
@@ -277,13 +285,14 @@ class _Loading:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         path: Path,
+        read: Callable[[Path], Checkpoint],
         model_key: str,
         optim_key: str,
         strict: bool,
     ) -> None:
         self.model = model
         self.own = model_state(model)
-        self.checkpoint = read_checkpoint(path, whole=False)
+        self.checkpoint = read(path)
         _rename_uncompiled(self.checkpoint, self.own)
         self.targets: dict[str, Tensor] = {}  # to read into, by key
         self.nested: dict[str, tuple[str, Any]] = {}  # modules' own state by name: its key, and what it is now

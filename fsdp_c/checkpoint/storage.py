@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from fsdp_c.checkpoint import objects
 from fsdp_c.checkpoint.archives import check_archive
 from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA, CheckpointError, publish, write_file
-from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, TensorEntry, checksums_content
+from fsdp_c.checkpoint.metadata import BytesEntry, Checkpoint, Chunk, PathInDict, TensorEntry, checksums_content
 from fsdp_c.checkpoint.pieces import Place, memory, read_data
 from fsdp_c.compat.aliases import StateDict
 
@@ -163,6 +163,14 @@ def read_tensor(checkpoint: Checkpoint, key: str) -> Tensor:
     return torch.zeros(entry.shape, dtype=entry.dtype, device="cpu") if whole is None else whole
 
 
+def put_at(checkpoint: Checkpoint, key: str, nested: StateDict, path: PathInDict, value: Any) -> None:
+    """Put ``value`` into nested dicts and lists. CheckpointError where others say that something else stands there."""
+    try:
+        set_element(nested, path, value)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.folder}: {key} lies within what is no dict or list ({error})") from error
+
+
 def keys_below(checkpoint: Checkpoint, root: str) -> list[str]:
     """The keys of what was saved as ``root``."""
     return [key for key in checkpoint.entries if key == root or key.startswith(f"{root}.")]
@@ -176,7 +184,9 @@ def read_nested(checkpoint: Checkpoint, root: str) -> Any:
         value = read_tensor(checkpoint, key) if isinstance(entry, TensorEntry) else read_object(checkpoint, key, entry)
         path = checkpoint.paths[key]
         depth = next((n for n in range(1, len(path) + 1) if ".".join(map(str, path[:n])) == root), None)
-        set_element(result, ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])), value)
+        put_at(
+            checkpoint, key, result, ("", *(path[depth:] if depth else key.removeprefix(root).split(".")[1:])), value
+        )
     return result.get("")
 
 

@@ -17,6 +17,7 @@ from fsdp_c.checkpoint.pieces import TAIL_NBYTES, Place, memory
 from fsdp_c.checkpoint.planning import Box, Group, Planned, Source, key_of
 from fsdp_c.checkpoint.storage import metadata_pickler, storage_info
 
+TOKEN = b"fsdp_c layout"  # before the token by which .metadata and fsdp_c.layout belong together
 # where a piece begins in its file, how much of it is before its data (of an object: its length), their CRC-32, whose
 # file it is
 RECORD = struct.Struct("<QQII")
@@ -91,8 +92,11 @@ class _Records:
 # ----------------------------------------------------------------- .metadata
 
 
-def metadata_content(table: list[Stored], order: list[str], path: Path, files: dict[int, str]) -> Iterator[bytes]:
+def metadata_content(
+    table: list[Stored], order: list[str], path: Path, files: dict[int, str], mark: str = ""
+) -> Iterator[bytes]:
     """The pickle of DCP's ``Metadata``, part by part. ``order``: of keys. ``files``: names by rank.
+    ``mark``: stands at the beginning, and readers pass over it.
 
     It has an object for each box and each place. The boxes are objects that all tensors of a group share; the places
     are written as bytes, as a pickler would, without an object of each.
@@ -100,7 +104,9 @@ def metadata_content(table: list[Stored], order: list[str], path: Path, files: d
     where = {key_of(path): (each, slot) for each in table for slot, path in enumerate(each.group.paths)}
     keys = [key for key in dict.fromkeys([*order, *where]) if key in where]
     pickled = _Pickled()
-    yield b"\x80\x03" + pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
+    text = TOKEN + f" {mark}".encode()
+    yield b"\x80\x03" + (b"X" + struct.pack("<I", len(text)) + text + b"0" if mark else b"")
+    yield pickled(dcp.Metadata) + b")\x81}(" + pickled("state_dict_metadata") + b"}("
     chunks = {id(each): _chunks(each.group) for each in table}
     for key in keys:
         each, _ = where[key]

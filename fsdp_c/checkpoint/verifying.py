@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 
-from fsdp_c.checkpoint.folder import CheckpointError
+from fsdp_c.checkpoint.folder import LAYOUT, METADATA, CheckpointError
 from fsdp_c.checkpoint.metadata import Checkpoint, TensorEntry, framing_gaps
 from fsdp_c.checkpoint.storage import read_chunk, read_object
 
@@ -26,7 +26,9 @@ def verify_checkpoint(checkpoint: Checkpoint) -> Iterator[str]:
             yield str(error)
     for name, gaps in framing_gaps(checkpoint):
         if _crc32_of(checkpoint, name, gaps) != checkpoint.framing[name]:
-            yield f"{checkpoint.folder / name}: damaged outside of the tensors' data: torch may not read it"
+            path = checkpoint.folder / name
+            outside = "damaged outside of the tensors' data: torch may not read it"
+            yield f"{path}: {f'damaged: loads read {METADATA} in its place' if path.name == LAYOUT else outside}"
 
 
 def _crc32_of(checkpoint: Checkpoint, name: str, ranges: list[tuple[int, int]]) -> int:

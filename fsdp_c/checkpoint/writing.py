@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from fsdp_c.checkpoint.folder import CheckpointError, data_file
+from fsdp_c.checkpoint.folder import LAYOUT, CheckpointError, data_file, write_file
 from fsdp_c.checkpoint.held import Held
+from fsdp_c.checkpoint.layout_file import layout_content
 from fsdp_c.checkpoint.metadata import PathInDict
 from fsdp_c.checkpoint.objects import pickled
 from fsdp_c.checkpoint.pieces import FileWriter, in_memory, is_dense
 from fsdp_c.checkpoint.planning import Planned, RankPart, RankPlan, merged
-from fsdp_c.checkpoint.storage import Report, finish_folder
+from fsdp_c.checkpoint.storage import Counted, Report, finish_folder
 from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
 from fsdp_c.checkpoint.values import RangeTensor
 from fsdp_c.state.sharded_values import from_memory_order, memory_order
@@ -163,8 +165,14 @@ class Writer(StorageWriter):
         by_rank: dict[int, RankResult] = {rank: each[0] for rank, each in enumerate(results) if each}
         table = stored(self.planner.planned, by_rank)
         names = {rank: each.file for rank, each in by_rank.items()}
-        content = metadata_content(table, [*self.planner.state_dict], self.path, names)
         files = {each.file: (each.size, each.framing_crc32) for each in by_rank.values()}
+        # see [Note: The layout of a checkpoint]
+        order = [*self.planner.state_dict]
+        token, inner = secrets.token_hex(16), self.temporary.name if self.temporary.parent == self.path else "."
+        layout = Counted(layout_content(table, order, token))
+        write_file(self.temporary / LAYOUT, layout)
+        files[LAYOUT if inner == "." else f"{inner}/{LAYOUT}"] = (layout.size, layout.crc32)
+        content = metadata_content(table, order, self.path, names, f"{token} {inner}")
         finish_folder(self.temporary, self.path, content, files)
 
 

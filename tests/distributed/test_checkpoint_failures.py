@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError
+from fsdp_c.checkpoint import CheckpointError, layout_file, saving
+from fsdp_c.checkpoint.folder import LAYOUT, METADATA
 from fsdp_c.checkpoint.metadata import read_checkpoint
 from tests.distributed.test_checkpoint import flipped, folder_of_ranks
 from tests.distributed.test_sharded_state_dict import wrap
@@ -200,6 +202,39 @@ def test_damage_to_what_is_read_first_leaves_everything(rank, world_size, key):
     with pytest.raises(CheckpointError, match="are damaged"):
         checkpoint.load(model, optimizer, path)
     assert changed(before, model, optimizer) == []
+
+
+@on_ranks(2)
+def test_damaged_metadata_are_an_error_on_all_ranks_of_which_one_has_read_them(rank, world_size):
+    path = saved(*made(1)[:2])
+    if rank == 0:
+        flipped(path / METADATA, (path / METADATA).stat().st_size // 2)
+    dist.barrier()
+    model, optimizer, _ = made(2)
+    before = snapshot(model, optimizer)
+    with mock.patch.object(layout_file, "_identity", wraps=layout_file._identity) as read:
+        with pytest.raises(CheckpointError, match=rf"failed on rank 0: \S*{METADATA}: damaged"):
+            checkpoint.load(model, optimizer, path)
+    assert read.call_count == (rank == 0)
+    assert changed(before, model, optimizer) == []
+
+
+@on_ranks(2)
+def test_all_ranks_read_metadata_where_one_finds_that_the_layout_is_damaged(rank, world_size):
+    saved_model, saved_optimizer, _ = made(1)
+    path = saved(saved_model, saved_optimizer)
+    if rank == 0:
+        flipped(path / LAYOUT, (path / LAYOUT).stat().st_size - 1)  # of a record that this rank need not read
+    dist.barrier()
+    model, optimizer, _ = made(2)
+    with (
+        warnings.catch_warnings(record=True) as said,
+        mock.patch.object(saving, "read_layout", side_effect=AssertionError("read")),
+    ):
+        warnings.simplefilter("always")
+        checkpoint.load(model, optimizer, path)
+    assert [f"{LAYOUT}: damaged" in str(each.message) for each in said] == [True] * (rank == 0)
+    assert changed(snapshot(saved_model, saved_optimizer), model, optimizer) == []
 
 
 @on_ranks(2)

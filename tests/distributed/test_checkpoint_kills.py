@@ -128,11 +128,12 @@ def replace(path: Path, other: Path) -> None:
     os.replace(other / ".metadata", path / ".metadata")
 
 
+@pytest.mark.parametrize("reader", ["read_layout", "read_checkpoint"])
 @on_ranks(2)
-def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size: int) -> None:
+def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size: int, reader: str) -> None:
     folder = folder_of_ranks()
     path, other = folder / "ckpt", folder / "other"
-    original, reads = saving.read_checkpoint, []
+    original, reads = getattr(saving, reader), []
     for version, target in ((1, path), (2, path), (3, path)):
         if version == 3 and rank == 0:
             shutil.copytree(path, other)
@@ -153,7 +154,8 @@ def test_ranks_that_found_different_checkpoints_begin_anew(rank: int, world_size
             time.sleep(0.01)  # until rank 1 has replaced the one that it found
         return original(path, **options)
 
-    with mock.patch.object(saving, "read_checkpoint", read):
+    checked = saving.checked_layout if reader == "read_layout" else mock.Mock(return_value=None)
+    with mock.patch.multiple(saving, **{reader: read, "checked_layout": checked}):
         found = checkpoint.load(model, None, path)
     assert found == {"version": 3} and len(reads) == 2
     assert all((param == 3).all() for param in model.parameters())

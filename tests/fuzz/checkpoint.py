@@ -45,10 +45,10 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli
-from fsdp_c.checkpoint.folder import CHECKSUMS, METADATA
+from fsdp_c.checkpoint import CheckpointError, cli, layout_file
+from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, METADATA
 from fsdp_c.checkpoint.formats import open_source
-from fsdp_c.checkpoint.metadata import BytesEntry, checksums_content, read_checkpoint
+from fsdp_c.checkpoint.metadata import BytesEntry, TensorEntry, checksums_content, read_checkpoint
 from fsdp_c.checkpoint.pieces import Place, read_data
 
 SECONDS_OF_A_TRIAL = 20
@@ -203,6 +203,49 @@ class Headers(Subject):
         (self.folder / METADATA).write_bytes(content)
         (self.folder / CHECKSUMS).write_bytes(checksums_content((len(content), zlib.crc32(content)), self.files))
         return METADATA
+
+
+class Layouts(Headers):
+    """The layout, with right checksums, so that what it says is read: by a load, with the data behind."""
+
+    def change(self, rng: random.Random) -> str:
+        content = self.sound[LAYOUT]
+        if rng.random() < 0.3:
+            content = mutated(content, rng)
+        else:
+            text, index = (int.from_bytes(content[at : at + 8], "little") for at in (16, 24))
+            header = json.loads(content[40 : 40 + text])
+            rest = content[40 + text :]
+            if rng.random() < 0.6:
+                owner = rng.choice(nodes(header))
+                key = rng.choice(list(owner) if isinstance(owner, dict) else range(len(owner)))
+                odd = rng.choice([value for value in VALUES if not isinstance(value, (bytes, torch.dtype))])
+                owner[key] = rng.choice([odd, owner[rng.choice(list(owner))] if isinstance(owner, dict) else odd])
+            else:
+                rest = mutated(rest, rng)
+            packed = json.dumps(header).encode()
+            index = index if len(rest) == len(content) - 40 - text else rng.choice([index, index + 8])
+            crc32 = zlib.crc32(rest[:index], zlib.crc32(packed))
+            content = content[:16] + struct.pack("<QQI4x", len(packed), index, crc32) + packed + rest
+        (self.folder / LAYOUT).write_bytes(content)
+        files = self.files | {LAYOUT: (len(content), zlib.crc32(content))}
+        metadata = self.sound[METADATA]
+        (self.folder / CHECKSUMS).write_bytes(checksums_content((len(metadata), zlib.crc32(metadata)), files))
+        return LAYOUT
+
+    def read(self) -> None:
+        try:
+            checkpoint.load(*plain(), self.folder)
+        except ValueError as error:  # state of another optimizer
+            raise CheckpointError(str(error)) from error
+        found = layout_file.read_layout(self.folder)
+        assert all(len([*entry.chunks]) for entry in found.entries.values() if isinstance(entry, TensorEntry))
+
+
+def nodes(value: Any) -> list[Any]:
+    """The dicts and lists in it that hold something."""
+    inner = list(value.values() if isinstance(value, dict) else value) if isinstance(value, (dict, list)) else []
+    return ([value] if inner else []) + [node for one in inner for node in nodes(one)]
 
 
 class HeadersAlone(Headers):
@@ -502,6 +545,7 @@ SUBJECTS = {
     "pieces": Pieces,
     "pieces-alone": PiecesAlone,
     "headers": Headers,
+    "layouts": Layouts,
     "headers-alone": HeadersAlone,
     "torch-headers": HeadersOfTorch,
     "safetensors": Safetensors,

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli, folder, metadata, saving
+from fsdp_c.checkpoint import CheckpointError, cli, folder, layout_file, metadata, saving
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*overwriting since"),
@@ -109,6 +109,7 @@ def test_what_is_not_the_checkpoints_stays(tmp_path: Path) -> None:
             ".metadata",
             "__0_0.distcp",
             "checksums.json",
+            "fsdp_c.layout",
         }
     assert sorted(os.listdir(tmp_path)) == [".run.old", ".run.saving-notes", "run"]
 
@@ -303,7 +304,7 @@ def test_torch_reads_what_is_saved_and_saves_over_it(exists: bool, tmp_path: Pat
         assert loaded(path) == torch_loaded(path) == version + 1
         assert cli.main(["verify", str(path)]) == 0
     save(path, 9)
-    assert loaded(path) == 9 and len(listed(path)) == 3
+    assert loaded(path) == 9 and len(listed(path)) == 4
 
 
 def test_a_damaged_name_makes_no_checkpoint_torchs(tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_a_damaged_name_makes_no_checkpoint_torchs(tmp_path: Path) -> None:
     assert content.count(b"piece") == 1
     (path / ".metadata").write_bytes(content.replace(b"piece", b"pjece"))
     with pytest.raises(CheckpointError, match=r"\.metadata: damaged, or not written by DCP \(.* has {'pjece'}"):
-        loaded(path)
+        metadata.read_checkpoint(path)
 
 
 def test_no_path_of_the_file_of_what_was_replaced_leads_out(tmp_path: Path) -> None:
@@ -380,7 +381,7 @@ def test_a_writer_that_lost_its_lock_publishes_nothing(exists: bool, tmp_path: P
         with folder.new_folder(path):
             lock_of_the_other = set(tmp_path.rglob("*.lock"))
     assert loaded(path) == 2 and lock_of_the_other
-    assert len(listed(tmp_path)) == 3
+    assert len(listed(tmp_path)) == 4
 
 
 @existing
@@ -396,7 +397,7 @@ def test_without_locks_only_what_was_replaced_is_removed(exists: bool, tmp_path:
             assert loaded(path) == 3
             assert (temporary / "__0_0.distcp").exists()  # another's, perhaps
     save(path, 4)
-    assert loaded(path) == 4 and len(listed(tmp_path)) == 3
+    assert loaded(path) == 4 and len(listed(tmp_path)) == 4
     with mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "Input/output error")):
         with pytest.raises(OSError, match="Input/output"):
             save(path, 4)
@@ -435,11 +436,22 @@ def test_a_load_whose_checkpoint_is_replaced_begins_anew(at: str, exists: bool, 
     path.mkdir() if exists else None
     save(path, 1)
     reading = once(lambda: save(path, 2), getattr(metadata._Reader, at))
-    with mock.patch.object(metadata._Reader, at, reading):
+    without_layout = mock.patch.object(saving, "checked_layout", return_value=None)
+    with mock.patch.object(metadata._Reader, at, reading), without_layout:
         assert loaded(path) == 2
     reading = once(lambda: save(path, 3), getattr(metadata._Reader, at))
     with mock.patch.object(metadata._Reader, at, reading):
         assert cli.main(["verify", str(path)]) == 0
+    reading = once(lambda: save(path, 4), layout_file._Layout.checkpoint)
+    with mock.patch.object(layout_file._Layout, "checkpoint", reading):
+        assert loaded(path) == 4
+    reading = once(lambda: save(path, 5), saving.read_layout)
+    checked = mock.patch.object(saving, "checked_layout", side_effect=saving.checked_layout)
+    with mock.patch.object(saving, "read_layout", reading), checked as each:
+        assert loaded(path) == 5 and each.call_count == 2  # the other's .metadata are compared with checksums, too
+    reading = once(lambda: save(path, 6), layout_file._identity)
+    with mock.patch.object(layout_file, "_identity", reading):
+        assert loaded(path) == 6
 
 
 @existing
@@ -487,7 +499,7 @@ def test_a_file_that_is_missing_is_no_reason_to_begin_anew(tmp_path: Path) -> No
     path = tmp_path / "ckpt"
     save(path, 1)
     (path / "__0_0.distcp").unlink()
-    with mock.patch.object(saving, "read_checkpoint", wraps=metadata.read_checkpoint) as reading:
+    with mock.patch.object(saving, "read_layout", wraps=saving.read_layout) as reading:
         with pytest.raises(CheckpointError, match="__0_0.distcp: missing"):
             loaded(path)
     assert reading.call_count == 1

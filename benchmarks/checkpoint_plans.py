@@ -1,0 +1,189 @@
+"""What a save and a load of a large model cost the ranks besides data, for up to thousands of ranks, in one process.
+
+python -m benchmarks.checkpoint_plans
+python -m benchmarks.checkpoint_plans --ranks 128 512 2048 16384 --markdown table.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+
+from fsdp_c import _C
+from fsdp_c.checkpoint import layout_file, metadata
+from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, METADATA
+from fsdp_c.checkpoint.metadata import checksums_content
+from fsdp_c.checkpoint.storage import Counted, read_items
+from fsdp_c.checkpoint.table import RECORD, RankResult, metadata_content, stored
+from fsdp_c.checkpoint.values import RangeTensor
+from fsdp_c.checkpoint.writing import Planner
+
+H, F, E, D, X = 8192, 28672, 256, 7168, 2048
+DENSE = {"wq": (H, H), "wk": (1024, H), "wv": (1024, H), "wo": (H, H), "w1": (F, H), "w2": (H, F), "w3": (F, H)}
+MOE = {"q": (1536, D), "kv": (576, D), "qb": (24576, 1536), "kvb": (32768, 512), "o": (D, 16384)}
+MODELS: dict[str, tuple[int, dict[str, tuple[int, ...]]]] = {
+    "70B": (80, DENSE | {"norm1": (H,), "norm2": (H,)}),
+    "experts": (61, MOE | {"norm1": (D,), "norm2": (D,), "w1": (E, X, D), "w2": (E, D, X), "w3": (E, X, D)}),
+}
+STATES = ("exp_avg", "exp_avg_sq")
+HEADINGS = ["model", "ranks", "pieces", "plan B", "local ms", "rank 0 s", "table s", ".metadata s", "MB", "layout s"]
+HEADINGS += ["MB", "rank 0 +MB", "check s", "load ms", "load +MB"]
+TOKEN = "0" * 32
+COUNTED = """\
+"plan B" is what a rank sends; "local ms" the longest a rank takes to make it, "rank 0 s" what rank 0 takes to decide on
+all of them, "table s" to put together where everything was written, and what it takes to write `.metadata` and
+`fsdp_c.layout`, with their sizes. "check s" is how long one rank of a load compares both with their checksums; "load"
+is a rank of three quarters as many, from the layout to the list of what it reads; the files of ranks are not looked at.
+Processor time; "+MB" is resident memory over what there was before.
+"""
+
+
+def resident_mb() -> float:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def ranges(
+    shapes: dict[str, tuple[int, ...]], ranks: int, rank: int
+) -> Iterator[tuple[str, tuple[int, ...], int, int]]:
+    """Of a layer's parameters those of which a rank has elements, with where they start and how many they are."""
+    layout = _C.FlatLayout([math.prod(shape) for shape in shapes.values()], 8, ranks, rank, True)
+    for (name, shape), (inside, _, numel, start) in zip(shapes.items(), layout.shard_ranges(), strict=True):
+        if inside and numel:
+            yield name, shape, start, numel
+
+
+def state_of(model: str, ranks: int, rank: int) -> dict[str, Any]:
+    layers, shapes = MODELS[model]
+    own: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    step = torch.tensor(1.0)
+    for name, shape, start, numel in ranges(shapes, ranks, rank):
+        local = torch.empty(numel, device="meta")
+        for layer in range(layers):
+            own[f"layers.{layer}.{name}"] = RangeTensor(local, shape, start)
+            state = {each: RangeTensor(local, shape, start) for each in STATES}
+            states[f"layers.{layer}.{name}"] = {"step": step, **state}
+    return {"model": own, "optim": {"state": states}}
+
+
+def made_up(planner: Planner, plan: Any, rank: int) -> RankResult:
+    """What a rank would tell of its file."""
+    records = []
+    for number, part in enumerate(plan):
+        keys = planner.planned.kept[rank].get(number, part.paths)
+        count = len(keys) * (len(part.held.boxes()) if part.held else 1)
+        records.append(b"".join(RECORD.pack(at * 1000, 400, at * 2654435761 % 2**32, rank) for at in range(count)))
+    return RankResult(f"__{rank}_0.distcp", 2**40, 0, records)
+
+
+def measured(model: str, ranks: int, folder: Path) -> list[str]:
+    longest, sent, first = 0.0, [], None
+    for rank in range(ranks):
+        planner = Planner(lambda nbytes: None)
+        planner.set_up_planner(state_of(model, ranks, rank), None, rank == 0)
+        start = time.process_time()
+        sent.append(pickle.dumps(planner.create_local_plan()))
+        longest = max(longest, time.process_time() - start)
+        first = first or planner
+    assert first is not None
+    gc.collect()
+    before, start = resident_mb(), time.process_time()
+    plans: list[SavePlan] = [pickle.loads(each) for each in sent]
+    first.create_global_plan(plans)
+    times = [time.process_time() - start]
+    grown = resident_mb() - before
+    results = {rank: made_up(first, plan.planner_data, rank) for rank, plan in enumerate(plans)}
+    pieces = sum(len(one) for each in results.values() for one in each.records) // RECORD.size
+    before, start, order = resident_mb(), time.process_time(), [*first.state_dict]
+    table = stored(first.planned, results)
+    times.append(time.process_time() - start)
+    files = {rank: each.file for rank, each in results.items()}
+    top = 0.0
+    contents = {
+        METADATA: Counted(metadata_content(table, order, folder, files, f"{TOKEN} .")),
+        LAYOUT: Counted(layout_file.layout_content(table, order, TOKEN)),
+    }
+    for name, content in contents.items():
+        start = time.process_time()
+        with (folder / name).open("wb") as file:
+            for part in content:
+                file.write(part)
+                top = max(top, resident_mb())
+        times.append(time.process_time() - start)
+    sizes = [content.size / 1e6 for content in contents.values()]
+    of_metadata, of_layout = [(content.size, content.crc32) for content in contents.values()]
+    listed = checksums_content(of_metadata, {LAYOUT: of_layout, **{each.file: (2**40, 0) for each in results.values()}})
+    (folder / CHECKSUMS).write_bytes(listed)
+    grown += top - before
+    plan_nbytes = sum(map(len, sent)) // ranks
+    del table, results, plans, sent, first, contents
+    gc.collect()
+    start = time.process_time()
+    assert layout_file.checked_layout(folder) == of_metadata
+    check = time.process_time() - start
+    load, load_mb = loading(model, ranks, folder)
+    numbers = [plan_nbytes, f"{longest * 1e3:.0f}", *(f"{each:.2f}" for each in times[:3]), f"{sizes[0]:.0f}"]
+    numbers += [f"{times[3]:.2f}", f"{sizes[1]:.0f}", f"{grown:.0f}", f"{check:.2f}"]
+    numbers += [f"{load * 1e3:.0f}", f"{load_mb:.0f}"]
+    return [model, *map(str, [ranks, pieces, *numbers])]
+
+
+def loading(model: str, ranks: int, folder: Path) -> tuple[float, float]:
+    """The time of one rank's plan of a load, and its memory."""
+    names = [f"__{rank}_0.distcp" for rank in range(ranks)]
+    layers, shapes = MODELS[model]
+    fewer = max(1, ranks * 3 // 4)
+    wanted = [*ranges(shapes, fewer, fewer // 2)]
+    before, start = resident_mb(), time.process_time()
+    with mock.patch.object(metadata, "checked_sizes", lambda *given: dict.fromkeys(names, 2**40)):
+        found = layout_file.read_layout(folder)
+    items: list[ReadItem] = []
+    for layer in range(layers):
+        for name, shape, begin, numel in wanted:
+            key = f"layers.{layer}.{name}"
+            for each in (f"model.{key}", *(f"optim.state.{key}.{state}" for state in STATES)):
+                entry = found.entries[each]
+                assert isinstance(entry, metadata.TensorEntry)
+                for offsets, sizes in _C.flat_range_boxes(shape, begin, begin + numel):
+                    items += read_items(each, entry, ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+    took = time.process_time() - start
+    assert sum(item.lengths.numel() for item in items) == layers * 3 * sum(numel for *_, numel in wanted)
+    return took, resident_mb() - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.checkpoint_plans", description=__doc__)
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[128, 512, 2048], help="how many; default: 128 512 2048"
+    )
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS], help="which; default: all")
+    parser.add_argument("--markdown", type=Path, help="a file to write the table to")
+    args = parser.parse_args()
+    rows = [HEADINGS, ["---", *["---:"] * (len(HEADINGS) - 1)]]
+    print(COUNTED)
+    print(" | ".join(HEADINGS))
+    for model in args.models:
+        for ranks in args.ranks:
+            with tempfile.TemporaryDirectory() as folder:
+                rows.append(measured(model, ranks, Path(folder)))
+            print(" | ".join(rows[-1]), flush=True)
+    if args.markdown:
+        args.markdown.write_text("".join(f"| {' | '.join(row)} |\n" for row in rows))
+
+
+if __name__ == "__main__":
+    main()

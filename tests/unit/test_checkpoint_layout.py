@@ -1,0 +1,265 @@
+"""fsdp_c.layout says what ``.metadata`` says, is used where it is of the same save, and is not believed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+import warnings
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from fsdp_c import checkpoint
+from fsdp_c.checkpoint import CheckpointError, cli, layout_file, metadata
+from fsdp_c.checkpoint.folder import CHECKSUMS, LAYOUT, LAYOUT_MAGIC, METADATA
+from fsdp_c.checkpoint.metadata import TensorEntry, checksums_content
+
+EXTRA = {"z": [1, {"c": torch.ones(2)}], "a": "x", "empty": torch.zeros(0, 3)}
+
+
+def trained(value: float = 3.0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Conv2d(3, 2, 2).to(memory_format=torch.channels_last))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(param.sum() for param in model.parameters()).backward()  # type: ignore[union-attr]  # of tensors it is one
+    optimizer.step()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model, optimizer
+
+
+def saved(path: Path, value: float = 3.0) -> Path:
+    with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", 16):
+        checkpoint.save(*trained(value), path, extra=EXTRA)
+    return path
+
+
+def loaded(path: Path) -> float:
+    """What all parameters are, of a load that reads no ``.metadata``."""
+    model, optimizer = trained(0.0)
+    with mock.patch.object(metadata._Reader, "read", side_effect=AssertionError("read")):
+        checkpoint.load(model, optimizer, path)
+    (value,) = {value for param in model.parameters() for value in param.unique().tolist()}
+    return value
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_it_says_what_metadata_say(in_place: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if in_place else None
+    saved(path)
+    found, expected = layout_file.read_layout(path), metadata.read_checkpoint(path)
+    assert found.identity == expected.identity and found.framing == expected.framing
+    assert found.file_sizes == expected.file_sizes and found.paths == expected.paths
+    assert [*found.entries] == [*expected.entries]  # the order in which dicts are made
+    pieces = 0
+    for key, entry in expected.entries.items():
+        own = found.entries[key]
+        if not isinstance(entry, TensorEntry):
+            assert own == entry
+            continue
+        assert isinstance(own, TensorEntry) and (own.shape, own.dtype) == (entry.shape, entry.dtype)
+        assert [*own.chunks] == [*entry.chunks] and own.chunks[1:] == entry.chunks[1:]
+        for chunk in entry.chunks:
+            box = chunk.offsets, chunk.sizes
+            assert [*own.within(*box)] == [*entry.within(*box)]
+            pieces += 1
+        assert [*own.within((0,) * len(entry.shape), entry.shape)] == [
+            *entry.within((0,) * len(entry.shape), entry.shape)
+        ]
+    assert pieces > 40
+
+
+def test_a_load_reads_it_and_not_metadata(tmp_path: Path) -> None:
+    path = saved(tmp_path / "ckpt")
+    assert loaded(path) == 3
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_load_that_uses_it_names_damaged_metadata(in_place: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if in_place else None
+    sound = (saved(path) / METADATA).read_bytes()
+    for at in (100, len(sound) // 2, len(sound) - 1):
+        (path / METADATA).write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        model, optimizer = trained(0.0)
+        with pytest.raises(CheckpointError, match=f"{METADATA}: damaged"):
+            checkpoint.load(model, optimizer, path)
+        assert all((param == 0).all() for param in model.parameters())
+        assert cli.main(["verify", str(path)]) == 2
+    (path / METADATA).write_bytes(sound[:-1])
+    with pytest.raises(CheckpointError, match=f"{METADATA}: damaged"):
+        loaded(path)
+
+
+def from_metadata(path: Path, warning: bool) -> float:
+    """What all parameters are, of a load that reads ``.metadata`` alone."""
+    model, optimizer = trained(0.0)
+    with (
+        mock.patch.object(layout_file._Layout, "checkpoint", side_effect=AssertionError("read")),
+        warnings.catch_warnings(record=True) as said,
+    ):
+        warnings.simplefilter("always")
+        checkpoint.load(model, optimizer, path)
+    assert [f"{LAYOUT}: damaged, or of another checkpoint" in str(each.message) for each in said] == [True] * warning
+    (value,) = {value for param in model.parameters() for value in param.unique().tolist()}
+    return value
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_metadata_are_read_in_place_of_one_that_is_damaged(in_place: bool, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if in_place else None
+    saved(path)
+    (layout,) = path.rglob(LAYOUT)
+    sound = layout.read_bytes()
+    for at in (0, 20, 60, len(sound) - 30, len(sound) - 1):
+        layout.write_bytes(sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        assert from_metadata(path, True) == 3
+        assert cli.main(["verify", str(path)]) == 1
+        assert f"{layout}: damaged: loads read {METADATA}" in capsys.readouterr().out
+    for content in (b"", sound[:-1], sound[: len(sound) // 2], sound + b"x"):
+        layout.write_bytes(content)
+        assert from_metadata(path, True) == 3
+        assert cli.main(["verify", str(path)]) == 1
+
+
+def test_metadata_are_read_in_place_of_one_of_another_checkpoint_or_version(tmp_path: Path) -> None:
+    path, other = saved(tmp_path / "ckpt"), saved(tmp_path / "other", 4.0)
+    shutil.copy(other / LAYOUT, path / LAYOUT)
+    assert from_metadata(path, True) == 3
+    shutil.copytree(other, path, dirs_exist_ok=True)
+    assert loaded(path) == 4
+    rewrite(path, lambda header: None, magic=b"fsdp_c.layout 0\n")
+    assert from_metadata(path, False) == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": trained(5.0)[0].state_dict()}, checkpoint_id=path, no_dist=True)
+    assert (path / LAYOUT).exists()
+    model, _ = trained(0.0)
+    checkpoint.load(model, None, path)
+    assert all((param == 5).all() for param in model.parameters())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_metadata_are_read_in_place_of_one_that_is_missing(in_place: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    path.mkdir() if in_place else None
+    (layout,) = saved(path).rglob(LAYOUT)
+    layout.unlink()
+    assert from_metadata(path, False) == 3
+    assert cli.main(["verify", str(path)]) == 0
+
+
+def rewrite(
+    path: Path,
+    change: Callable[[dict[str, Any]], object],
+    rest: Callable[[bytes], bytes] = bytes,
+    magic: bytes = LAYOUT_MAGIC,
+) -> None:
+    """With another header, or other bytes behind it, and right checksums."""
+    content = (path / LAYOUT).read_bytes()
+    text, index = struct.unpack_from("<QQ", content, 16)
+    header = json.loads(content[40 : 40 + text])
+    change(header)
+    packed, behind = json.dumps(header).encode(), rest(content[40 + text :])
+    crc32 = zlib.crc32(behind[:index], zlib.crc32(packed))
+    content = magic + struct.pack("<QQI4x", len(packed), index, crc32) + packed + behind
+    (path / LAYOUT).write_bytes(content)
+    files = json.loads((path / CHECKSUMS).read_bytes())["files"]
+    own = files.pop(METADATA)
+    listed = {name: (info["size"], info["framing_crc32"]) for name, info in files.items()}
+    listed[LAYOUT] = len(content), zlib.crc32(content)
+    (path / CHECKSUMS).write_bytes(checksums_content((own["size"], own["crc32"]), listed))
+
+
+def weight(header: dict[str, Any]) -> dict[str, Any]:
+    """The group of the model's first weight."""
+    (number,) = [at for at, path in enumerate(header["paths"]) if path == ["model", "0.weight"]]
+    (group,) = [group for group in header["groups"] if number in group["keys"]]
+    return group
+
+
+def put(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: weight(header).update(changes)
+
+
+def put_box(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: weight(header)["boxes"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (put(shape=[2**40, 2**40]), "sizes"),
+        (put(shape=[2**30, 2**30]), "have 15 elements, its shape is"),
+        (put(shape=[-1, 5]), "sizes are expected"),
+        (put(dtype="load"), "has no dtype"),
+        (put(dtype="complex128"), "pieces are missing|boxes|larger"),
+        (put(keys=[]), "a key is in several groups"),
+        (put(keys=[10**6]), "index out of range"),
+        (put(keys=[0, 0]), "several groups|in no group|torn|longer"),
+        (put_box(sizes=[2**30, 2**30]), "is outside"),
+        (put_box(sizes=[1, 5]), "have 5 elements"),
+        (put_box(offsets=[1, 0]), "is outside"),
+        (put_box(order=[0, 0]), "are in no order"),
+        (put_box(ranges=2**40), "ranges in"),
+        (put_box(pieces=2**40), "its records are torn"),
+        (put_box(pieces=1), "longer|pieces"),
+        (put_box(is_one_piece=True), "pieces where|one piece in"),
+        (lambda header: header.update(piece_nbytes=2**40), "pieces where"),
+        (lambda header: header.update(piece_nbytes=1), "too small"),
+        (lambda header: header["paths"].append(["model", "0.weight"]), "stands there twice"),
+        (lambda header: header["paths"].append(["more"]), "keys are in no group"),
+        (lambda header: header.update(groups=header["groups"][:-1]), "in no group"),
+    ],
+)
+def test_its_values_are_checked(change: Callable[[dict[str, Any]], None], reason: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "ckpt")
+    rewrite(path, lambda header: None)
+    assert loaded(path) == 3
+    rewrite(path, change)
+    model, optimizer = trained(0.0)
+    with pytest.raises(CheckpointError, match=f"{LAYOUT}: damaged.*({reason})"):
+        checkpoint.load(model, optimizer, path)
+    assert all((param == 0).all() for param in model.parameters())
+
+
+def test_records_lead_nowhere_else(tmp_path: Path) -> None:
+    path = saved(tmp_path / "ckpt")
+    for at, value in ((-24, 2**62), (-16, 2**62), (-24, 2**64 - 1), (-4, 7)):
+        size = 4 if at == -4 else 8
+        number = value.to_bytes(size, "little")
+        work = tmp_path / f"{at}{value}"
+        shutil.copytree(path, work)
+        rewrite(
+            work, lambda header: None, lambda rest, at=at, n=number: rest[:at] + n + rest[len(rest) + at + len(n) :]
+        )
+        with pytest.raises(CheckpointError, match="ends at .*: torn|is nowhere"):
+            for entry in layout_file.read_layout(work).entries.values():
+                _ = [*entry.chunks] if isinstance(entry, TensorEntry) else None
+
+
+def test_a_load_asks_for_the_same_records_however_many_there_are(tmp_path: Path) -> None:
+    def asked(nbytes: int) -> int:
+        model = nn.Linear(64, 64, bias=False)
+        with mock.patch("fsdp_c.checkpoint.pieces.MAX_NBYTES", nbytes):
+            checkpoint.save(model, None, tmp_path / str(nbytes))
+        found = layout_file.read_layout(tmp_path / str(nbytes)).entries["model.weight"]
+        assert isinstance(found, TensorEntry) and len(found.chunks) >= 64 * 64 * 4 // nbytes
+        with mock.patch.object(
+            layout_file._Layout, "record", autospec=True, side_effect=layout_file._Layout.record
+        ) as one:
+            ((_, chunk),) = found.within((10, 0), (1, 4))
+        assert chunk.offsets[0] <= 10 < chunk.offsets[0] + chunk.sizes[0]
+        return one.call_count
+
+    assert asked(256) == asked(1024) == 1
