@@ -142,6 +142,13 @@ def _parts(param: nn.Parameter, known: OptimParam, name: str, value: object) -> 
 # ----------------------------------------------------------------- loading
 
 
+def _is_without_elements(known: OptimParam, fqn: str) -> bool:
+    """Of an original parameter: an optimizer may have no state of it, though it has of others in the flat parameter."""
+    if known.module is None:
+        return False
+    return param_layouts(known.owner)[known.indices[known.fqns.index(fqn)]].shape.numel() == 0
+
+
 class StateKey(NamedTuple):
     key: str  # in the checkpoint
     fqn: str
@@ -198,7 +205,7 @@ class OptimTarget:
         present = [fqn for fqn in known.fqns if fqn in self.found]
         if not present or (known.module is not None and not holds_elements(known)):
             return
-        absent = [fqn for fqn in known.fqns if fqn not in self.found]
+        absent = [fqn for fqn in known.fqns if fqn not in self.found and not _is_without_elements(known, fqn)]
         names = set(self.found[present[0]])
         for fqn in present:
             if set(self.found[fqn]) != names or absent:
@@ -214,7 +221,7 @@ class OptimTarget:
 
     def _target(self, param: nn.Parameter, known: OptimParam, name: str) -> Tensor | list[str]:
         """The tensor to read into, or the keys whose values must be one."""
-        keys = [self.found[fqn][name].key for fqn in known.fqns]
+        keys = [self.found[fqn][name].key for fqn in known.fqns if fqn in self.found]
         entries = [self.checkpoint.entries[key] for key in keys]
         if not all(isinstance(entry, TensorEntry) for entry in entries):
             self.object_keys += keys
@@ -234,9 +241,11 @@ class OptimTarget:
             self.tensors[keys[0]] = part_value(known.owner, layout, value)
         else:
             value = self._memory(param, name, tuple(param.shape), entry.dtype)
-            for key, (layout, part) in zip(keys, split_shard(known.owner, value), strict=True):
-                self._expect_shape(key, layout.full_shape)
-                self.tensors[key] = part_value(known.owner, layout, part)
+            for fqn, (layout, part) in zip(known.fqns, split_shard(known.owner, value), strict=True):
+                if fqn in self.found:
+                    key = self.found[fqn][name].key
+                    self._expect_shape(key, layout.full_shape)
+                    self.tensors[key] = part_value(known.owner, layout, part)
         return value
 
     def _names_of_scalars(self) -> set[str]:

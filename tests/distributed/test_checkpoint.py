@@ -627,6 +627,39 @@ def test_state_is_made_without_a_step(rank, world_size):
     assert_same_tensors(full_optim(model, optimizer)["state"], full_optim(other, fresh)["state"])
 
 
+class WithEmpty(nn.Linear):
+    """A module with a parameter that has no elements, of which an optimizer may have no state."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.empty.sum()
+
+
+@pytest.mark.parametrize("saving", [True, False])
+@pytest.mark.parametrize("loading", [True, False])
+@on_ranks(2)
+def test_a_parameter_without_elements_needs_no_state(rank, world_size, saving, loading):
+    def with_empty(use_orig_params: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = wrap(WithEmpty(), use_orig_params, auto_wrap_policy=None)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = with_empty(saving)
+    model(torch.ones(2, 4, device=device())).sum().backward()
+    optimizer.step()
+    path = folder_of_ranks() / "ckpt"
+    checkpoint.save(model, optimizer, path)
+    other, its_optimizer = with_empty(loading)
+    checkpoint.load(other, its_optimizer, path)
+    expected, found = full_optim(model, optimizer)["state"], full_optim(other, its_optimizer)["state"]
+    assert expected.keys() >= {"weight", "bias"} if rank == 0 else True
+    for name in {"weight", "bias"} & expected.keys():
+        assert expected[name].keys() == found[name].keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(same_bits(value, found[name][each]) for each, value in expected[name].items())
+
+
 @on_ranks(2)
 def test_gathered_parameters_do_not_outlive_a_load(rank, world_size):
     source = made(strategy="SHARD_GRAD_OP")
