@@ -52,8 +52,9 @@ _TUPLES = {code for code, op in _OPCODES.items() if op.name in ("TUPLE", "TUPLE1
 
 
 def _fixed_opcodes(without: set[int]) -> bytes:
-    """A pattern of one opcode whose argument has a fixed length."""
-    parts = []
+    """A pattern of one opcode whose argument has a fixed length, or is an integer of up to eight bytes."""
+    # sizes and offsets are such integers, several for each piece
+    parts = [b"\\x8a(?:%s)" % b"|".join(b"\\x%02x.{%d}" % (nbytes, nbytes) for nbytes in range(1, 9))]
     for nbytes in sorted({*_FIXED_NBYTES.values()} - {each for each in _FIXED_NBYTES.values() if each < 0}):
         codes = [code for code, each in _FIXED_NBYTES.items() if each == nbytes and code not in without]
         parts.append(b"[%s].{%d}" % (b"".join(b"\\x%02x" % code for code in codes), nbytes))

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fsdp_c import checkpoint
-from fsdp_c.checkpoint import CheckpointError, cli
+from fsdp_c.checkpoint import CheckpointError, cli, pickles
 from fsdp_c.checkpoint.formats import open_source
 from fsdp_c.checkpoint.metadata import checksums_content, read_checkpoint
 from fsdp_c.checkpoint.pickles import check_pickle, check_values
@@ -351,6 +351,21 @@ def test_metadata_do_not_say_how_much_memory_is_taken(content: bytes, tmp_path: 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     refused(path, "damaged, or not written by DCP")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB
+
+
+def test_integers_are_passed_over_many_at_once() -> None:
+    """In their bytes may be what elsewhere makes a tuple."""
+    odd = (2**31 + 0x85, 0x85868774, 0x74859000, 0x8A0885858585, 2**62)
+    for value in (
+        [(each, -each) for _ in range(500) for each in odd],
+        [2 ** (8 * nbytes) // 3 for nbytes in range(99)],
+    ):
+        content = pickle.dumps(value, protocol=3)
+        alone = [content[start] for start, _, is_fixed in pickles._runs(content) if not is_fixed]
+        assert alone.count(ord(pickle.LONG1)) == sum(isinstance(each, int) and each >= 2**63 for each in value)
+        reader = pickle.Unpickler(io.BytesIO(pickles.with_marked_tuples(content)))
+        reader.persistent_load = list  # type: ignore[assignment]  # it is given what becomes a tuple
+        assert reader.load() == [list(each) if isinstance(each, tuple) else each for each in value]
 
 
 def test_ordinary_pickles_pass(tmp_path: Path) -> None:
