@@ -166,7 +166,7 @@ simulated-gpu: build $(VENV)/.dev
 
 test-simulated-gpu: build $(VENV)/.dev
 	FSDP_C_EXHAUSTIVE=1 $(ON_SIMULATED_GPU) -m pytest tests/cuda tests/simulated_gpu tests/races
-	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest tests/races
+	FSDP_C_EXHAUSTIVE=1 FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest tests/races
 	FSDP_C_TEST_WIDTH=$(WIDE) $(ON_SIMULATED_GPU) -m pytest --device cuda tests/parity/test_random_programs.py
 	$(ON_SIMULATED_GPU) -m pytest --device cuda $(ON_ANY_DEVICE)
 
