@@ -35,6 +35,7 @@ STEPS = 20
 WARM_UP = 5
 OPS = torch.ops.fsdp_c
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+HYBRID = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -118,7 +119,7 @@ class _Report:
             if dist.get_world_size() > 1:
                 self._part(name, lambda case=case: self._case(case))  # type: ignore[misc]
         if (ranks := dist.get_world_size()) >= 4 and ranks % 2 == 0:
-            self._part("HYBRID_SHARD", lambda: self._case(Case({"process_group": _hybrid_groups()})))
+            self._part("HYBRID_SHARD", lambda: self._case(Case({"process_group": _hybrid_groups(), **HYBRID})))
         self._part("memory and time", self._costs)
         self._part("a checkpoint", self._checkpoint)
         outcome = f"FAILED: {', '.join(self.failed)}" if self.failed else "all is well"
