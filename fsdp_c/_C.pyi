@@ -289,6 +289,7 @@ class Runtime:
     units: tuple[Unit, ...]
     iteration: int
     callback_queued: bool  # a backward is running, or has raised
+    unchecked: bool  # writable: check_backward is called at the end of the next backward, which sets it to False
     handles_with_views: list[Handle]  # whose original parameters a forward has left whole for its backward
     _backward_prefetch_limit: int  # writable, for the clients that write them: units gathered ahead of the current one
     _forward_prefetch_limit: int
@@ -371,6 +372,7 @@ def bind_callbacks(
     log_post_backward: Callable[[Any], None],
     warn_of_units_cut_off: Callable[[Any, list[str]], None],
     warn_of_units_left_out: Callable[[Any, list[str]], None],
+    check_backward: Callable[[Any], None],
     explain_error: Callable[[BaseException, Any], None],
     explain_failed_collective: Callable[[BaseException, int, int, Any, bool], None],
 ) -> None:
@@ -385,7 +387,7 @@ def bind_callbacks(
 
     Called in a backward: ``step_in_backward`` once the unit's gradients are reduced, where ``optimizer_in_backward`` is
     set; ``log_post_backward`` when they have come, where the handle is ``verbose``. The names of units that no gradient
-    can reach, or to which none has come, are told once.
+    can reach, or to which none has come, are told once. ``check_backward`` at its end, where the Runtime is unchecked.
 
     ``explain_failed_collective(error, phase, iteration, handle, enqueued)``: a collective of the unit has raised, after
     or while being enqueued; ``phase`` is the flight recorder's.

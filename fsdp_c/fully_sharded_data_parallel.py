@@ -76,7 +76,15 @@ from fsdp_c.state import optim_state_dict as optim_states
 from fsdp_c.state import state_dict
 from fsdp_c.tools import flight_recorder
 from fsdp_c.tools.summary import describe_unit, log_units
-from fsdp_c.training import grad_clipping, optimizer_steps, sharded_errors, training_warnings, tree, unshard_params
+from fsdp_c.training import (
+    grad_clipping,
+    misuse_checks,
+    optimizer_steps,
+    sharded_errors,
+    training_warnings,
+    tree,
+    unshard_params,
+)
 from fsdp_c.training.execution_order import ExecutionOrder
 
 __all__ = [
@@ -432,6 +440,7 @@ class FullyShardedDataParallel(ShardedModule):
         runtime.set_optional(optional_units(modules))
         self._exec_order_data.bind(self, runtime)
         optimizer_steps.watch(self)
+        misuse_checks.watch(self)
         if self._debug_level == dist.DebugLevel.DETAIL:
             runtime.check_order([_param_names(*module) for module in modules], self.process_group, self.compute_device)
         for path, module in modules:
@@ -1042,6 +1051,7 @@ _C.bind_callbacks(
     log_post_backward=FullyShardedDataParallel._log_post_backward,
     warn_of_units_cut_off=FullyShardedDataParallel._warn_of_units_cut_off,
     warn_of_units_left_out=FullyShardedDataParallel._warn_of_units_left_out,
+    check_backward=misuse_checks.check_backward,
     explain_error=sharded_errors.explain_in_forward,
     explain_failed_collective=flight_recorder.explain,
 )

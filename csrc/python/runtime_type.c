@@ -218,6 +218,7 @@ static int set_forward_limit(PyObject *self, PyObject *value, void *unused) {
 static PyMemberDef members[] = {
     READ_ONLY("iteration", T_LONGLONG, order.iteration),
     READ_ONLY("callback_queued", T_BOOL, callback_queued),
+    {"unchecked", T_BOOL, offsetof(struct runtime_object, runtime.unchecked), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

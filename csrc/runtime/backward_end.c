@@ -125,13 +125,26 @@ static int end_backward(struct runtime *runtime) {
     return 0;
 }
 
-int runtime_final_callback(struct runtime *runtime) {
-    if (runtime->told_of_no_gradient || !runtime->callback_queued || runtime->num_in_forward)
-        return end_backward(runtime);
+static int check_backward(struct runtime *runtime) {
+    PyObject *module = PyWeakref_GetObject(runtime->units[0]->module_ref);
+    if (module && module != Py_None && callbacks_tell(callbacks.check_backward, module, NULL) < 0)
+        return -1; /* the next backward is looked at as well */
+    runtime->unchecked = false;
+    return 0;
+}
+
+static int end_and_tell_of_cut_off(struct runtime *runtime) {
     PyObject *cut_off = runtime_take_cut_off(runtime);
     int result = cut_off ? end_backward(runtime) : -1;
     if (!result) /* when all is in order again: a warning may be made an error */
         result = runtime_tell_of_cut_off(runtime, cut_off);
     Py_XDECREF(cut_off);
     return result;
+}
+
+int runtime_final_callback(struct runtime *runtime) {
+    bool ends_step = runtime->callback_queued && !runtime->num_in_forward;
+    bool tells = ends_step && !runtime->told_of_no_gradient;
+    int result = tells ? end_and_tell_of_cut_off(runtime) : end_backward(runtime);
+    return !result && ends_step && runtime->unchecked ? check_backward(runtime) : result;
 }

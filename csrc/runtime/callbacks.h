@@ -20,6 +20,7 @@
     X(log_post_backward)          /* (module) */                                                                       \
     X(warn_of_units_cut_off)      /* (module, names) */                                                                \
     X(warn_of_units_left_out)     /* (module, names) */                                                                \
+    X(check_backward)             /* (module) */                                                                       \
     X(explain_error)              /* (error, module): said in the exception itself */                                  \
     X(explain_failed_collective)  /* (error, phase, iteration, handle, enqueued): the same */
 

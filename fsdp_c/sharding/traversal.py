@@ -217,11 +217,11 @@ def other_params(module: nn.Module, params: Iterable[nn.Parameter]) -> Iterator[
                 yield param
 
 
-def named_params(module: nn.Module) -> dict[str, nn.Parameter]:
+def named_params(module: nn.Module, is_left_out: Callable[[nn.Module], bool] = _is_never) -> dict[str, nn.Parameter]:
     """What ``nn.Module.named_parameters`` gives, several times as fast, and whatever a unit's own method shows."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
-    for prefix, current in _modules(module, once=True):
+    for prefix, current in _modules(module, is_left_out, once=True):
         for name, param in current._parameters.items():
             if param is not None and id(param) not in seen:
                 seen.add(id(param))

@@ -8,6 +8,8 @@ from types import FrameType
 
 from torch.utils.checkpoint import CheckpointFunction
 
+from fsdp_c.compat.misuse import script_level
+
 _FROZEN = "Modules that are not to be trained are best frozen, by requires_grad_(False), or run under torch.no_grad()."
 _NAMES_SHOWN = 5
 _REENTRANT = CheckpointFunction.forward.__code__
@@ -46,12 +48,4 @@ def warn_of_units_left_out(rank: int, names: list[str]) -> None:
 def _warn(rank: int, names: list[str], why: str) -> None:
     shown = ", ".join(names[:_NAMES_SHOWN])
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    warnings.warn(f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}", stacklevel=_script_level())
-
-
-def _script_level() -> int:
-    """How far above the caller the script is: backwards come through modules of torch's, forwards do not."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "fsdp_c"):
-        frame, level = frame.f_back, level + 1
-    return level
+    warnings.warn(f"rank {rank}: no gradient has come to {shown}{more}. {why} {_FROZEN}", stacklevel=script_level())

@@ -20,6 +20,7 @@ NAMES = (
     "log_post_backward",
     "warn_of_units_cut_off",
     "warn_of_units_left_out",
+    "check_backward",
     "explain_error",
     "explain_failed_collective",
 )
@@ -36,7 +37,7 @@ def test_a_missing_callback_is_named(missing: str) -> None:
 
 
 def test_an_unknown_callback_is_refused() -> None:
-    with pytest.raises(TypeError, match="at most 12"):
+    with pytest.raises(TypeError, match="at most 13"):
         _C.bind_callbacks(**dict.fromkeys((*NAMES, "other"), refuse))  # type: ignore[arg-type]
 
 
