@@ -208,6 +208,7 @@ class FullyShardedDataParallel(ShardedModule):
             limit_all_gathers=limit_all_gathers,
             use_orig_params=use_orig_params,
         )
+        materialization.check_init_fn(param_init_fn)
         if auto_wrap_policy is not None:
             check_policy(auto_wrap_policy)
         tree = Subtree(module)

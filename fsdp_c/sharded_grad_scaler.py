@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 from collections import abc, defaultdict
 from collections.abc import Iterable
 from typing import Any
@@ -12,11 +14,20 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, _refresh_per_optimizer_state
 
 from fsdp_c import _C
+from fsdp_c.sharding.construction import check_places, check_switches
 
 __all__ = ["ShardedGradScaler"]
 
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _DEVICE_TYPES = ("cuda", "cpu", "xla", "hpu", "mtia", "xpu")
+
+
+def _check_numbers(**values: object) -> None:
+    for name, value in values.items():
+        if not isinstance(value, numbers.Real):
+            raise TypeError(f"{name} must be a number, not {type(value).__name__} {value!r}")
+        if not 0 < float(value) < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, not {value}")
 
 
 class ShardedGradScaler(GradScaler):
@@ -30,7 +41,11 @@ class ShardedGradScaler(GradScaler):
         device: the type of the device that computes; with "cuda" and none at hand the scaler disables itself.
         process_group: the ranks that step together, by default all of them.
         enabled: if False, ``step`` calls the optimizer and everything else is a no-op without communication.
+
+    Raises TypeError and ValueError for settings that are no numbers, or none that can scale.
     """
+
+    process_group: dist.ProcessGroup | None
 
     def __init__(
         self,
@@ -42,8 +57,20 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        check_switches(enabled=enabled)
+        check_places(process_group, None, None)
+        if not isinstance(device, (str, torch.device)):
+            raise TypeError(f"device must be the type of one, as 'cuda', not {type(device).__name__} {device!r}")
+        if not isinstance(growth_interval, numbers.Integral):
+            raise TypeError(f"growth_interval must be a number of steps, not {growth_interval!r}")
+        _check_numbers(
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+        )
         super().__init__(
-            device,
+            device.type if isinstance(device, torch.device) else device,
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,

@@ -184,11 +184,21 @@ static int check_shared(struct writeback *writeback, const struct slot *slot) {
     const struct slot *primary = &writeback->slots->all[slot->param];
     if (!value || value == PyDict_GetItemWithError(primary->parameters, primary->name))
         return PyErr_Occurred() ? -1 : 0;
-    PyErr_Format(
-        PyExc_NotImplementedError,
-        "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and %S were one when the unit was "
-        "wrapped and are two now. Untie parameters before wrapping.",
-        (long long)writeback->param->layout.rank, writeback->param->name, primary->name, slot->name);
+    PyObject *infos = PyObject_GetAttrString(writeback->param->tensor, "_shared_param_infos");
+    PyObject *info =
+        infos ? PySequence_GetItem(infos, slot - writeback->slots->all - writeback->param->num_params) : NULL;
+    PyObject *where = info ? PyObject_GetAttrString(info, "module_name") : NULL;
+    PyObject *fqn = where ? flat_param_fqn(writeback->param, slot->param) : NULL;
+    if (fqn)
+        PyErr_Format(
+            PyExc_NotImplementedError,
+            "Changing shared parameters is not supported yet (rank %lld, unit %S): %S and the %S of %R were one when "
+            "the unit was wrapped and are two now. Untie parameters before wrapping.",
+            (long long)writeback->param->layout.rank, writeback->param->name, fqn, slot->name, where);
+    Py_XDECREF(infos);
+    Py_XDECREF(info);
+    Py_XDECREF(where);
+    Py_XDECREF(fqn);
     return -1;
 }
 

@@ -22,7 +22,7 @@ from fsdp_c.checkpoint.values import global_shape, is_in_parts, value_of_state
 from fsdp_c.compat.aliases import ParamGroup, ParamState, StateDict
 from fsdp_c.sharding.sharded_module import units_of
 from fsdp_c.sharding.traversal import clean_name
-from fsdp_c.state.optim_params import OptimParam, OptimParams
+from fsdp_c.state.optim_params import OptimParam, OptimParams, check_optimizer
 from fsdp_c.state.optim_saving import holds_elements
 from fsdp_c.state.sharded_values import param_layouts
 from fsdp_c.state.state_dict_saving import split_shard
@@ -42,6 +42,7 @@ def known_params(model: nn.Module) -> dict[nn.Parameter, OptimParam]:
 
 def _params_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[tuple[nn.Parameter, OptimParam]]]:
     """The parameters of each group. Raises ValueError for a parameter that is not the model's."""
+    check_optimizer(optimizer)
     known = known_params(model)
     groups = []
     for index, group in enumerate(optimizer.param_groups):

@@ -13,7 +13,7 @@ Error = TypeVar("Error", bound=BaseException)
 _NAMES_SHOWN = 10
 
 
-def first_names(names: Collection[str]) -> str:
+def first_names(names: Collection[object]) -> str:
     """``names`` as a list, of which a message shows ten, and the number of the rest."""
     more = len(names) - _NAMES_SHOWN
     return f"{list(names)[:_NAMES_SHOWN]}" + (f" and {more} more" if more > 0 else "")

@@ -59,10 +59,11 @@ def check_settings(
 
 
 def check_switches(**switches: object) -> None:
-    """TypeError for text where something is on or off, of which every one that is not empty is true."""
+    """TypeError for anything but a truth value, or 0 or 1: most other things are true, whatever they say."""
     for name, value in switches.items():
-        if isinstance(value, str):
-            raise TypeError(f"{name} must be True or False, not str {value!r}: pass for instance {name}=True")
+        if not isinstance(value, bool) and value not in (0, 1):
+            got = f"{type(value).__name__} {value!r}"
+            raise TypeError(f"{name} must be True or False, not {got}: pass for instance {name}=True")
 
 
 def check_places(process_group: object, device_mesh: object, device_id: object) -> None:
@@ -414,9 +415,11 @@ def _device_of_index(device_id: int | str) -> torch.device:
 
 def _with_index(device: torch.device) -> torch.device:
     """``device`` with an explicit index; the CPU, whose index says nothing, without one."""
+    rank = _global_rank()
+    if device.type == "cpu" and device.index:
+        raise ValueError(f"device_id={device} on rank {rank} names no device: there is one CPU, torch.device('cpu')")
     if device.type == "cpu":
         return CPU
-    rank = _global_rank()
     try:
         backend = torch.get_device_module(device)
     except RuntimeError as error:
@@ -485,8 +488,13 @@ def own_params(tree: Subtree, ignored_params: set[nn.Parameter]) -> list[nn.Para
 
 
 def check_params(tree: Subtree, params: Collection[nn.Parameter], unit: str) -> None:
-    """ValueError for a parameter no unit can own: a scalar, or one that another unit owns already."""
+    """ValueError for a parameter no unit can own: a lazy one, a scalar, or one that another unit owns already."""
     for param in params:
+        if nn.parameter.is_lazy(param):
+            raise ValueError(
+                f"Attempted to use an uninitialized parameter: {tree.param_name(param)!r} of {unit} has no shape yet. "
+                "Call `forward` with a dummy batch on the module before wrapping it"
+            )
         if param.dim() == 0:
             raise ValueError(
                 f"FSDP doesn't support scalar parameters. Change {tree.param_name(param)} to a 1D tensor with numel "

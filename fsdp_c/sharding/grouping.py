@@ -33,7 +33,10 @@ def split_frozen() -> Iterator[None]:
 
 def splits_frozen() -> bool:
     """Whether ``split_frozen`` or FSDP_C_SPLIT_FROZEN is in force."""
-    return _splits_frozen.get() or os.environ.get("FSDP_C_SPLIT_FROZEN", "") == "1"
+    text = os.environ.get("FSDP_C_SPLIT_FROZEN", "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"FSDP_C_SPLIT_FROZEN is {text!r}: set it to 1, or leave it out")
+    return _splits_frozen.get() or text == "1"
 
 
 def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[list[nn.Parameter]]:
@@ -45,7 +48,7 @@ def groups_of(params: Iterable[nn.Parameter], use_orig_params: bool) -> list[lis
     groups: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
     for param in params:
         groups.setdefault((param.requires_grad, param.dtype), []).append(param)
-    if use_orig_params and not splits_frozen() and len({dtype for _, dtype in groups}) == 1:
+    if not splits_frozen() and use_orig_params and len({dtype for _, dtype in groups}) == 1:
         return [list(params)]
     return [groups[key] for key in sorted(groups, key=lambda key: (not key[0], not key[1].is_floating_point))]
 

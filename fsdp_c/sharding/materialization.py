@@ -18,6 +18,14 @@ from fsdp_c.sharding.traversal import Subtree, clean_name, is_unit, named_buffer
 BROADCAST_BUCKET_NBYTES = 250 * 1024 * 1024
 
 
+def check_init_fn(param_init_fn: object) -> None:
+    if param_init_fn is not None and not callable(param_init_fn):
+        raise ValueError(
+            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a module as "
+            "param_init_fn"
+        )
+
+
 def materialize(
     tree: Subtree,
     params: list[nn.Parameter],
@@ -35,14 +43,9 @@ def materialize(
     targets = list(_modules_to_materialize(tree.root, ignored_modules))
     if param_init_fn is None:
         _reset_parameters(targets, device)
-    elif callable(param_init_fn):
+    else:
         for target in targets:
             param_init_fn(target)
-    else:
-        raise ValueError(
-            f"Expected {param_init_fn} to be callable but got {type(param_init_fn)}: pass a function of a module as "
-            "param_init_fn"
-        )
     tree = Subtree(tree.root, homes=tree.homes)
     params = own_params(tree, ignored_params)
     for param in params:

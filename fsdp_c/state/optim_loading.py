@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,8 @@ def load_optim_state(
     if options.rank0_only:
         source = osd if dist.get_rank(options.group) == 0 else None
         osd = _broadcast_structure(source, options.group)
+    if not isinstance(osd, Mapping):
+        raise TypeError(f"expected an optimizer's state dict but got {type(osd).__name__}: pass one on every rank")
     if "state" not in osd:
         raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
     _check_groups(osd.get("param_groups", ()), params, keys)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_c.compat.aliases import OptimInput
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
 from fsdp_c.sharding.sharded_module import ShardedModule, handle_of, units_with_paths
@@ -111,7 +112,18 @@ class OptimParams:
             held = [param for group in optim.param_groups for param in group["params"]]
         else:
             held = params_of_input(self.model if optim_input is None else optim_input)
-        return dict(enumerate(dict.fromkeys(map(self.original, held))))
+        found = list(dict.fromkeys(map(self.original, held)))
+        if strangers := [tuple(param.shape) for param in found if param not in self.by_param]:
+            raise ValueError(
+                f"the optimizer holds parameters that are not the model's, of shapes {first_names(strangers)}: make "
+                "the optimizer of model.parameters() after wrapping"
+            )
+        return dict(enumerate(found))
+
+
+def check_optimizer(optim: object) -> None:
+    if not hasattr(optim, "param_groups"):
+        raise TypeError(f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()")
 
 
 def _shown_for(params: Sequence[ManagedParam], originals: Sequence[nn.Parameter]) -> dict[torch.Tensor, nn.Parameter]:

@@ -13,7 +13,7 @@ from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
-from fsdp_c.state.optim_params import Key, OptimParams, names_of_params, params_of_input
+from fsdp_c.state.optim_params import Key, OptimParams, check_optimizer, names_of_params, params_of_input
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.state_dict import settings_of
 
@@ -23,7 +23,7 @@ Group = dist.ProcessGroup | None
 def optim_state_dict(model: nn.Module, optim: Optimizer, osd: StateDict | None, group: Group) -> StateDict:
     """See FullyShardedDataParallel.optim_state_dict."""
     params = OptimParams(model)
-    _check_optimizer(optim)
+    check_optimizer(optim)
     settings = settings_of(params.all_units)
     config = settings.optim_state_dict_config
     options = SaveOptions(
@@ -33,11 +33,6 @@ def optim_state_dict(model: nn.Module, optim: Optimizer, osd: StateDict | None, 
         group=group,
     )
     return _save(params, optim, optim.state_dict() if osd is None else osd, None, options)
-
-
-def _check_optimizer(optim: Optimizer) -> None:
-    if not hasattr(optim, "param_groups"):
-        raise TypeError(f"expected an optimizer but got {type(optim).__name__}: pass the one over model.parameters()")
 
 
 def _save(
@@ -72,7 +67,7 @@ def optim_state_dict_to_load(
 ) -> StateDict:
     """See FullyShardedDataParallel.optim_state_dict_to_load."""
     params = OptimParams(model)
-    _check_optimizer(optim)
+    check_optimizer(optim)
     settings = settings_of(params.all_units)
     rank0_only = getattr(settings.optim_state_dict_config, "rank0_only", False)
     if rank0_only and settings.state_dict_type != StateDictType.FULL_STATE_DICT:

@@ -21,7 +21,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.tensor import DTensor
 
+from fsdp_c.compat import misuse
 from fsdp_c.compat.aliases import StateDict
+from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import ShardingStrategy, StateDictType
 from fsdp_c.sharding import common
 from fsdp_c.sharding.flat_param import ManagedParam
@@ -81,6 +83,7 @@ def begin_load(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str) -
         if not _is_local(inner)
     ]
     check_entries(fsdp_module, state_dict, prefix)
+    _warn_of_conversions(fsdp_modules, state_dict)
     if any(_transforms_on_load(module) for module in fsdp_module.modules()):
         fsdp_modules = fsdp_modules[: len(parts)]
         early = (
@@ -293,6 +296,29 @@ def check_entries(fsdp_module: ShardedModule, state_dict: StateDict, prefix: str
     if errors:
         header = f"Error(s) in loading state_dict for {type(fsdp_module).__name__} on rank {fsdp_module.rank}:"
         raise RuntimeError("\n\t".join([header, *errors]))
+
+
+def _warn_of_conversions(modules: Sequence[tuple[str, ShardedModule]], state_dict: StateDict) -> None:
+    """Integers become floating-point numbers, and complex ones their real parts, as nn.Module has it."""
+    converted = [
+        key
+        for prefix, module in modules
+        if module._flat_param is not None and module._flat_param.is_floating_point()
+        for key in (prefix + param.fqn for param in common.managed_params(module._handle))
+        if key in state_dict and not _dtype(state_dict[key]).is_floating_point
+    ]
+    if converted:
+        misuse.tell(
+            f"rank {modules[0][1].rank}: the state dict holds integers or complex numbers for "
+            f"{first_names(converted)}, which become real floating-point numbers, as nn.Module has it. Convert them "
+            "before loading, if that is meant",
+            is_certain=False,
+        )
+
+
+def _dtype(value: Tensor) -> torch.dtype:
+    properties = value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value
+    return properties.dtype
 
 
 def _shape(value: Tensor) -> torch.Size:

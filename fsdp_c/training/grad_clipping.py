@@ -27,8 +27,14 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
 
     Collective over the root's process group. Returns the 0-dim total norm before clipping, in the promotion of the
     gradients' dtypes (fp32 where this rank has none), computed in fp32 (fp64 where a unit is). Raises RuntimeError on
-    an instance that is not the root, ValueError during forward or backward; warns where this rank has no gradients.
+    an instance that is not the root, ValueError during forward or backward, or for a norm that is none; warns where
+    this rank has no gradients.
     """
+    max_norm, norm_type = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, not {max_norm}, which would turn gradients around or to NaN")
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude")
     root._lazy_init()
     if not root._unit.is_root:
         raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
@@ -39,7 +45,6 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
     sharded_handles, whole_handles = _handles(root)
     if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
         return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)
-    max_norm, norm_type = float(max_norm), float(norm_type)
     handles = sharded_handles + whole_handles
     sharded, whole = _grads_of(sharded_handles), _grads_of(whole_handles)
     _add_unmanaged_grads(whole, root, handles)
@@ -58,6 +63,13 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
         )
         return total_norm.float()
     return total_norm.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
+
+
+def _number(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name} must be a number, not {type(value).__name__} {value!r}") from None
 
 
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:

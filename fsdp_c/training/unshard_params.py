@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_c import _C
 from fsdp_c.compat.upstream import ShardingStrategy
 from fsdp_c.sharding import common
+from fsdp_c.sharding.construction import check_switches
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import (
     ShardedModule,
@@ -34,6 +35,13 @@ def summon_full_params(
     with_grads: bool = False,
 ) -> Iterator[None]:
     """See FullyShardedDataParallel.summon_full_params."""
+    check_switches(
+        recurse=recurse,
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+    )
     if recurse:
         fsdp_modules = units_of(module)
         fsdp_modules = [*_idle_holders_around(fsdp_modules), *fsdp_modules]

@@ -6,6 +6,7 @@ The rows of the list of errors are in test_errors.py; here is what users do besi
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_c import FullyShardedDataParallel as FSDP
-from fsdp_c import MixedPrecision, StateDictType
+from fsdp_c import MixedPrecision, ShardedGradScaler, StateDictType
+from fsdp_c.checkpoint.optim_state import optim_state
 from fsdp_c.sharding import flat_param
 
 RANK = 1
@@ -76,6 +78,14 @@ ARGUMENTS: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], str]] 
         TypeError,
         "use_orig_params must be True or False, not",
     ),
+    "nothing for a switch": (
+        lambda: {"limit_all_gathers": None},
+        TypeError,
+        "limit_all_gathers must be True or False, not NoneType None",
+    ),
+    "number for a switch": (lambda: {"forward_prefetch": 2}, TypeError, "forward_prefetch must be .* not int 2"),
+    "initialisation": (lambda: {"param_init_fn": 3}, ValueError, "Expected 3 to be callable but got <class 'int'>"),
+    "another CPU": (lambda: {"device_id": "cpu:9"}, ValueError, "device_id=cpu:9 on rank 1 .* one CPU"),
     "mesh": (lambda: {"device_mesh": "cpu"}, TypeError, "not str 'cpu': pass for instance init_device_mesh"),
     "device": (lambda: {"device_id": [0]}, TypeError, "device_id .* not list \\[0\\]: pass for instance torch.device"),
     "device name": (lambda: {"device_id": "gpu"}, RuntimeError, "'gpu' on rank 1 names no device here.*leave it out"),
@@ -111,7 +121,7 @@ MODULES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "complex dtype tensors: weight is torch.complex64. Pass it in ignored_states",
     ),
-    "uninitialised": (lambda: nn.LazyLinear(3), ValueError, "`forward` with a dummy batch"),
+    "uninitialised": (lambda: nn.LazyLinear(3), ValueError, "'weight' of LazyLinear .*`forward` with a dummy batch"),
 }
 
 
@@ -283,3 +293,110 @@ def test_an_error_that_lists_parameters_names_ten() -> None:
     params = [nn.Parameter(torch.ones(1), requires_grad=index % 2 == 0) for index in range(80)]
     with pytest.raises(ValueError, match="'p18'] and 30 more, frozen are .*'p19'] and 30 more. Pass"):
         flat_param.check_uniform(params, [f"p{index}" for index in range(80)], use_orig_params=False)
+
+
+SUMMON: list[dict[str, Any]] = [
+    {"recurse": "no"},
+    {"writeback": "False"},
+    {"rank0_only": None},
+    {"offload_to_cpu": "cpu"},
+    {"with_grads": 2},
+]
+
+
+@pytest.mark.parametrize("arguments", SUMMON, ids=str)
+@pytest.mark.usefixtures("fake_ranks")
+def test_switches_of_summon_full_params_are_truth_values(arguments: dict[str, Any]) -> None:
+    model = FSDP(layer())
+    with pytest.raises(TypeError, match=f"{next(iter(arguments))} must be True or False"):
+        FSDP.summon_full_params(model, **arguments).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((1.0, 0), ValueError, "norm_type must be above 0, not 0.0"),
+        ((1.0, -2), ValueError, "norm_type must be above 0"),
+        ((1.0, float("nan")), ValueError, "norm_type must be above 0, not nan"),
+        ((-1.0,), ValueError, "max_norm must be at least 0, not -1.0"),
+        ((float("nan"),), ValueError, "max_norm must be at least 0, not nan"),
+        ((None,), TypeError, "max_norm must be a number, not NoneType None"),
+        ((1.0, "two"), ValueError, "norm_type must be a number, not str 'two'"),
+    ],
+)
+@pytest.mark.usefixtures("fake_ranks")
+def test_norms_that_are_none_are_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    """With torch they divide by zero, turn gradients around or make them NaN."""
+    model = FSDP(layer())
+    with pytest.raises(error, match=message):
+        model.clip_grad_norm_(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"enabled": "False"}, TypeError, "enabled must be True or False"),
+        ({"init_scale": "x"}, TypeError, "init_scale must be a number, not str 'x'"),
+        ({"init_scale": float("inf")}, ValueError, "init_scale must be above 0 and finite"),
+        ({"backoff_factor": 0}, ValueError, "backoff_factor must be above 0"),
+        ({"growth_interval": 1.5}, TypeError, "growth_interval must be a number of steps, not 1.5"),
+        ({"device": 3}, TypeError, "device must be the type of one, as 'cuda', not int 3"),
+        ({"process_group": "gloo"}, TypeError, "process_group must be a ProcessGroup or None"),
+    ],
+)
+@pytest.mark.usefixtures("fake_ranks")
+def test_settings_of_the_scaler_are_checked(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ShardedGradScaler(**({"device": "cpu"} | arguments))
+
+
+def test_the_scaler_takes_a_device_for_its_type() -> None:
+    assert ShardedGradScaler(torch.device("cpu"), enabled=True)._device == "cpu"  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_a_setting_that_says_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_C_SPLIT_FROZEN", "yes")
+    with pytest.raises(ValueError, match="FSDP_C_SPLIT_FROZEN is 'yes': set it to 1, or leave it out"):
+        FSDP(layer())
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
+@pytest.mark.usefixtures("fake_ranks")
+def test_an_optimizer_of_other_parameters_is_refused(use_orig_params: bool) -> None:
+    """With torch this is a KeyError of the tensor."""
+    plain = layer()
+    before = torch.optim.Adam(plain.parameters())
+    other = torch.optim.Adam(layer().parameters())
+    model = FSDP(plain, use_orig_params=use_orig_params)
+    for optimizer in (other,) if use_orig_params else (before, other):
+        for refused in (
+            lambda optimizer=optimizer: FSDP.optim_state_dict(model, optimizer),
+            lambda optimizer=optimizer: FSDP.optim_state_dict_to_load(model, optimizer, optimizer.state_dict()),
+        ):
+            with pytest.raises(ValueError, match=r"not the model's, of shapes \[\(3, 3\), \(3,\)\]: make the opt"):
+                refused()
+
+
+@pytest.mark.usefixtures("fake_ranks")
+def test_what_is_no_state_dict_or_optimizer_is_refused() -> None:
+    model = FSDP(layer())
+    optimizer = torch.optim.Adam(model.parameters())
+    for nothing in (None, [1]):
+        with pytest.raises(TypeError, match=f"expected an optimizer's state dict but got {type(nothing).__name__}"):
+            FSDP.optim_state_dict_to_load(model, optimizer, nothing)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected an optimizer but got str: pass the one over model.parameters"):
+        optim_state(model, "adam")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+@pytest.mark.usefixtures("fake_ranks")
+def test_numbers_that_are_converted_by_a_load_are_told_once(dtype: torch.dtype) -> None:
+    model = FSDP(nn.Sequential(FSDP(layer()), layer()))
+    values = {name: torch.ones(tensor.shape, dtype=dtype) for name, tensor in layer().state_dict().items()}
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        model.load_state_dict({f"{index}.{name}": value for index in range(2) for name, value in values.items()})
+    told = [str(one.message) for one in record if "integers or complex" in str(one.message)]
+    assert len(told) == 1 and "['1.weight', '1.bias', '0.weight', '0.bias']" in told[0]
+    assert model._handle.local_shard[0] == 1
