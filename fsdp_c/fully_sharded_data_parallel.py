@@ -257,11 +257,13 @@ class FullyShardedDataParallel(ShardedModule):
         self._use_orig_params = use_orig_params
         self._fsdp_extension = construction.tensor_parallel_extension(device_mesh, device)
         self._init_state(tree)
+        before = construction.own_params(tree, ignored.params)
         tree, params = self._materialize(tree, name, device, device_id, param_init_fn)
         if sync_module_states:
             senders = [group for group in reversed(groups) if group is not None]
             materialization.sync_states(module, params, senders, where=f"unit {name!r} on rank {self.rank}")
         self._segments = self._flatten(tree, name, params, groups)
+        self._params_before = [weakref.ref(param) for param in before if not construction.is_flattened(param)]
         for inner in filter(is_sharded_module, tree.units):
             inner._enclosing = weakref.ref(self)
         self._fsdp_wrapped_module = module
@@ -658,6 +660,7 @@ class FullyShardedDataParallel(ShardedModule):
         """As in nn.Module; inside summon_full_params the names are those of the unwrapped module."""
         if kwargs.get("recurse") is False:  # what torch.distributed.checkpoint asks first
             refuse_torchs_checkpoint(unit_name(self.module), FullyShardedDataParallel)
+        misuse_checks.warn_of_torchs_clipping(self)
         if self._unit.runtime is not None:
             self._unit.runtime.await_failed_backward()
         return self._cleaned_in_summon(super().named_parameters(*args, **kwargs))

@@ -84,6 +84,7 @@ class ShardedModule(nn.Module, _FSDPState):
     _gradient_postdivide_factor: float
     _comm_hook: Callable[..., None] | None
     _comm_hook_state: object
+    _params_before: list[weakref.ref[nn.Parameter]]  # as the script had them; empty once a backward was checked
     _agreed_plan: bytes | None  # of which all ranks have said that it is theirs
 
     # buffers and state dicts
@@ -308,9 +309,19 @@ def holders_around(fsdp_module: ShardedModule) -> dict[ShardedModule, list[str]]
 _units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
 
 
+_was_any_made = False
+
+
 def claim_module(module: nn.Module, fsdp_module: ShardedModule) -> None:
     """Remember which unit wraps ``module``."""
+    global _was_any_made
+    _was_any_made = True
     _units[module] = weakref.ref(fsdp_module)
+
+
+def was_any_unit_made() -> bool:
+    """Whether this process has made one, which need not be alive."""
+    return _was_any_made
 
 
 def unit_around(module: nn.Module) -> ShardedModule | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_ as torchs_clip_grad_norm_  # ours may stand under that name
 
 from fsdp_c import _C
 from fsdp_c.sharding import tensor_parallel
 from fsdp_c.sharding.flat_param import FlatParamHandle
-from fsdp_c.sharding.sharded_module import ShardedModule
+from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units
 from fsdp_c.tools import flight_recorder
 
 GradsByGroups = dict[tuple[dist.ProcessGroup, ...], list[Tensor]]  # by the tensor parallel groups they are sharded over
@@ -35,31 +36,68 @@ def clip_grad_norm_(root: ShardedModule, max_norm: float, norm_type: float = 2.0
         raise ValueError(f"max_norm must be at least 0, not {max_norm}, which would turn gradients around or to NaN")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be above 0, not {norm_type}: pass 2.0, or math.inf for the largest magnitude")
-    root._lazy_init()
-    if not root._unit.is_root:
-        raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
-    if root._unit.training_state != _C.USE_IDLE:
-        raise ValueError(
-            f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
-        )
     sharded_handles, whole_handles = _handles(root)
     if not sharded_handles and not any(handle.is_parallel for handle in whole_handles):
-        return nn.utils.clip_grad_norm_(root.parameters(), max_norm, norm_type)
+        return torchs_clip_grad_norm_(root.parameters(), max_norm, norm_type)
+    grads, total_norm = _found(root, norm_type)
+    return _clipped(root.rank, grads, max_norm, total_norm)
+
+
+@torch.no_grad()
+def clip_params_(
+    params: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> Tensor | None:
+    """The same of ``params``, those of units and others: None, and nothing done, where no unit has a part of one only.
+
+    Collective over the groups of their units.
+    """
+    wanted = set(map(id, params))
+    roots = [root for root in _roots() if not wanted.isdisjoint(map(id, root.parameters()))]
+    handles = [_handles(root) for root in roots]
+    if not any(sharded or any(handle.is_parallel for handle in whole) for sharded, whole in handles):
+        return None
+    found = [_found(root, norm_type, wanted) for root in roots]
+    grads = [grad for own, _ in found for grad in own]
+    known = {id(param) for root in roots for param in root.parameters()}
+    plain = [param.grad for param in params if id(param) not in known and param.grad is not None]
+    norms = [norm for _, norm in found]
+    if plain:
+        norms.append(_local_norm(plain, norm_type, norms[0].dtype, norms[0].device))
+    total_norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    if error_if_nonfinite and not bool(torch.isfinite(total_norm)):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
+            "clipped: on some rank a gradient is inf or NaN. Pass error_if_nonfinite=False to scale by it anyway"
+        )
+    return _clipped(roots[0].rank, grads + plain, max_norm, total_norm)
+
+
+def _roots() -> list[ShardedModule]:
+    """Of the units that are alive, those that no other is around."""
+    return [unit for unit in claimed_units() if unit._whole is unit and unit._enclosing_unit is None]
+
+
+def _found(root: ShardedModule, norm_type: float, wanted: Container[int] | None = None) -> tuple[list[Tensor], Tensor]:
+    """The gradients in the tree, of the ``wanted`` parameters alone where they are given, and their norm over ranks."""
+    sharded_handles, whole_handles = _handles(root)
     handles = sharded_handles + whole_handles
-    sharded, whole = _grads_of(sharded_handles), _grads_of(whole_handles)
-    _add_unmanaged_grads(whole, root, handles)
+    sharded, whole = _grads_of(sharded_handles, wanted), _grads_of(whole_handles, wanted)
+    _add_unmanaged_grads(whole, root, handles, wanted)
     # Every rank must pick one dtype, also a rank without gradients: it follows the parameters.
     dtype = torch.float64 if any(handle.flat_param.dtype == torch.float64 for handle in handles) else torch.float32
     total_norm = _total_norm(root, sharded, whole, norm_type, dtype)
     if root.cpu_offload.offload_params:
         total_norm = total_norm.cpu()
-    grads = [grad for part in (sharded, whole) for found in part.values() for grad in found]
+    return [grad for part in (sharded, whole) for found in part.values() for grad in found], total_norm
+
+
+def _clipped(rank: int, grads: list[Tensor], max_norm: float, total_norm: Tensor) -> Tensor:
     _scale(grads, torch.clamp(max_norm / (total_norm + 1e-6), max=1.0))
     if not grads:
         warnings.warn(
-            f"Called FSDP.clip_grad_norm_() on rank {root.rank} with no gradients -- returning the total norm in the "
+            f"Called FSDP.clip_grad_norm_() on rank {rank} with no gradients -- returning the total norm in the "
             f"default dtype {torch.float32}",
-            stacklevel=2,
+            stacklevel=3,
         )
         return total_norm.float()
     return total_norm.to(functools.reduce(torch.promote_types, [grad.dtype for grad in grads]))
@@ -74,6 +112,13 @@ def _number(name: str, value: float) -> float:
 
 def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParamHandle]]:
     """The handles of the tree whose gradients are sharded, and those whose gradients are whole on every rank."""
+    root._lazy_init()
+    if not root._unit.is_root:
+        raise RuntimeError("`clip_grad_norm_()` should only be called on the root FSDP instance, the outermost one")
+    if root._unit.training_state != _C.USE_IDLE:
+        raise ValueError(
+            f"`clip_grad_norm_()` cannot be called during forward, backward or summon_full_params (rank {root.rank})"
+        )
     assert root._unit.runtime is not None
     found = [unit.handle for unit in root._unit.runtime.units if unit.handle is not None]
     handles = cast("list[FlatParamHandle]", found)
@@ -81,18 +126,21 @@ def _handles(root: ShardedModule) -> tuple[list[FlatParamHandle], list[FlatParam
     return sharded, [handle for handle in handles if not handle.uses_sharded_strategy]
 
 
-def _grads_of(handles: Sequence[FlatParamHandle]) -> GradsByGroups:
+def _grads_of(handles: Sequence[FlatParamHandle], wanted: Container[int] | None) -> GradsByGroups:
     found: GradsByGroups = {(): []}
     for handle in handles:
         if handle.is_parallel:
-            for groups, grads in _grads_by_groups(handle).items():
+            for groups, grads in _grads_by_groups(handle, wanted).items():
                 found.setdefault(groups, []).extend(grads)
-        else:
+        elif wanted is None:
             found[()] += handle.sharded_grads()
+        else:
+            params: Sequence[Tensor] = handle.flat_param._params or [handle.flat_param]
+            found[()] += [param.grad for param in params if id(param) in wanted and param.grad is not None]
     return found
 
 
-def _grads_by_groups(handle: FlatParamHandle) -> GradsByGroups:
+def _grads_by_groups(handle: FlatParamHandle, wanted: Container[int] | None) -> GradsByGroups:
     """The gradients of this rank's shard, by the tensor parallel groups over which they are sharded.
 
     Every rank has the same groups in the same order, with or without gradients.
@@ -101,7 +149,8 @@ def _grads_by_groups(handle: FlatParamHandle) -> GradsByGroups:
     for index, param_extension in enumerate(handle.flat_param._param_extensions):
         grads = found.setdefault(tensor_parallel.sharding_groups(param_extension), [])
         grad = _param_grad(handle, index)
-        if grad is not None:
+        param = (handle.flat_param._params or [handle.flat_param] * (index + 1))[index]
+        if grad is not None and (wanted is None or id(param) in wanted):
             grads.append(grad)
     return found
 
@@ -119,7 +168,9 @@ def _param_grad(handle: FlatParamHandle, index: int) -> Tensor | None:
     return flat_param.grad.narrow(0, offset, numel)
 
 
-def _add_unmanaged_grads(found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle]) -> None:
+def _add_unmanaged_grads(
+    found: GradsByGroups, root: ShardedModule, handles: Sequence[FlatParamHandle], wanted: Container[int] | None
+) -> None:
     """Add the gradients of the parameters that no unit manages."""
     managed: set[int] = set()
     for handle in handles:
@@ -128,7 +179,7 @@ def _add_unmanaged_grads(found: GradsByGroups, root: ShardedModule, handles: Seq
     for param in root.parameters():
         if id(param) not in managed:
             grads = found.setdefault(tensor_parallel.sharding_groups(getattr(param, "_spec", None)), [])
-            if param.grad is not None:
+            if param.grad is not None and (wanted is None or id(param) in wanted):
                 grads.append(tensor_parallel.local(param.grad))
 
 

@@ -6,11 +6,17 @@ A step costs nothing for it: the runtime in C calls ``check_backward`` where it 
 from __future__ import annotations
 
 import functools
+import gc
+import inspect
+import sys
 import weakref
+from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
 
 from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names
@@ -19,6 +25,7 @@ from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 
+_CLIPPING = inspect.unwrap(clip_grad.clip_grad_norm_).__code__
 _roots: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
 
 
@@ -33,6 +40,7 @@ def watch(root: ShardedModule) -> None:
 def check_backward(root: ShardedModule) -> None:
     """The runtime in C calls it at the end of a backward, when all gradients are there."""
     _refuse_strangers(root)
+    _warn_of_stale_optimizers(root)
 
 
 def _note(root: ShardedModule) -> None:
@@ -80,3 +88,47 @@ def _refuse_strangers(root: ShardedModule) -> None:
 def _has_hook(param: nn.Parameter) -> bool:
     """Whether somebody looks after its gradient."""
     return bool(getattr(param, "_post_accumulate_grad_hooks", None) or param._backward_hooks)
+
+
+def _warn_of_stale_optimizers(root: ShardedModule) -> None:
+    """Optimizers made before wrapping, or of a module on the meta device, unless one holds what is trained."""
+    before = {id(param): param for unit in units_of(root) for param in _take_params_before(unit)}
+    if not before:
+        return
+    handles = [unit._handle for unit in units_of(root) if unit._handle is not None]
+    own = {id(param) for handle in handles for param in handle.flat_param._params or (handle.flat_param,)}
+    stale = []
+    for optimizer in gc.get_objects():
+        if issubclass(type(optimizer), Optimizer):  # isinstance would ask proxies
+            held = {id(param) for group in vars(optimizer).get("param_groups", ()) for param in group["params"]}
+            if not held.isdisjoint(own):
+                return
+            if not held.isdisjoint(before):
+                stale.append(type(optimizer).__name__)
+    if stale:
+        misuse.tell(
+            f"rank {root.rank}, unit {unit_name(root.module)}: {' and '.join(stale)} was made before wrapping, and no "
+            "optimizer holds the model's parameters: what it holds gets no gradients, so that its steps change "
+            "nothing, and stays in memory whole. Make the optimizer of model.parameters() after wrapping.",
+            is_certain=False,
+        )
+
+
+def _take_params_before(unit: ShardedModule) -> Iterator[nn.Parameter]:
+    """Those that are alive still, although the unit has others in their places."""
+    references, unit._whole._params_before = unit._whole._params_before, []
+    yield from (param for one in references if (param := one()) is not None and not is_flattened(param))
+
+
+def warn_of_torchs_clipping(root: ShardedModule) -> None:
+    """Said where the caller's caller is parameters(), which torch.nn.utils.clip_grad_norm_ walks through."""
+    caller = sys._getframe(2).f_back
+    if caller is None or caller.f_code is not _CLIPPING or not misuse.is_looked_for():
+        return
+    if any(unit._handle is not None and unit._handle.layout.sharded for unit in units_of(root)):
+        misuse.tell(
+            f"rank {root.rank}, unit {unit_name(root.module)}: torch.nn.utils.clip_grad_norm_ takes the norm of this "
+            "rank's shards alone, so that each rank clips by another. Call model.clip_grad_norm_(max_norm), or "
+            "fsdp_c.install() first, under which torch's is right.",
+            is_certain=False,
+        )

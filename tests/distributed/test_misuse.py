@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from tests.models import WIDTH, Block, Net
 from tests.ranks import device, on_ranks
@@ -157,3 +162,154 @@ def test_units_of_one_rank_have_nobody_to_drift_from(rank: int, world_size: int)
     replace_head(model, rank)
     with mode("error"):
         backward(model, rank)
+
+
+# ----------------------------------------------------------------- an optimizer of before
+
+
+@pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
+@on_ranks(2)
+def test_an_optimizer_that_was_made_before_wrapping_trains_nothing(rank: int, world_size: int, kind: Any) -> None:
+    net = Net().to(device())
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    model = wrapped(kind, net)
+    told = pytest.warns(UserWarning, match=f"rank {rank}, unit Net: SGD was made before wrapping")
+    with told if kind is FSDP else contextlib.nullcontext() as record:
+        before = backward(model, rank)
+    assert not record or record[0].filename == __file__
+    optimizer.step()
+    with nothing_told():
+        assert torch.equal(backward(model, rank), before)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_the_meta_device_is_told(rank: int, world_size: int) -> None:
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    model = wrapped(net=net, use_orig_params=True)
+    with pytest.warns(UserWarning, match="SGD was made before wrapping"):
+        backward(model, rank)
+    optimizer.step()
+
+
+def made_after(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
+    model = wrapped(net=net)
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def swapped(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
+    """As Accelerate does."""
+    model = wrapped(net=net)
+    stale.param_groups[0]["params"] = list(model.parameters())
+    return model, stale
+
+
+def of_original_parameters(net: nn.Module, stale: torch.optim.Optimizer) -> Any:
+    return wrapped(net=net, use_orig_params=True), stale
+
+
+@pytest.mark.parametrize("way", [made_after, swapped, of_original_parameters])
+@on_ranks(2)
+def test_an_optimizer_that_holds_what_is_trained_is_no_mistake(
+    rank: int, world_size: int, way: Callable[[nn.Module, torch.optim.Optimizer], Any]
+) -> None:
+    net = Net().to(device())
+    stale = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, optimizer = way(net, stale)
+    with nothing_told():
+        before = backward(model, rank)
+        optimizer.step()
+        assert not torch.equal(backward(model, rank), before)
+
+
+# ----------------------------------------------------------------- torch's clipping
+
+
+def clip_apart(model: nn.Module) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+@pytest.mark.parametrize("kind", [TorchFSDP, FSDP])
+@both_views
+@on_ranks(2)
+def test_torchs_clipping_clips_each_rank_by_its_own_norm(
+    rank: int, world_size: int, use_orig_params: bool, kind: Any
+) -> None:
+    model = wrapped(kind, use_orig_params=use_orig_params)
+    backward(model, rank)
+    told = pytest.warns(UserWarning, match=rf"rank {rank}, unit Net: .*Call model.clip_grad_norm_\(max_norm\)")
+    with told if kind is FSDP else contextlib.nullcontext() as record:
+        norm = clip_apart(model)
+    norms = [torch.empty_like(norm) for _ in range(world_size)]
+    dist.all_gather(norms, norm)
+    assert not torch.equal(*norms)
+    assert not record or record[0].filename == __file__
+
+
+@on_ranks(2)
+def test_clipping_of_whole_gradients_by_torch_is_right(rank: int, world_size: int) -> None:
+    model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
+    backward(model, rank)
+    with nothing_told():
+        clip_apart(model)
+        model.clip_grad_norm_(0.1)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.1)
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    for found in [one for one in gc.get_objects() if type(one) is TorchFSDP]:
+        found.__class__ = nn.Module  # those that ran are never collected
+    fsdp_c.install()
+    try:
+        yield
+    finally:
+        fsdp_c.uninstall()
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@both_views
+@on_ranks(2)
+def test_torchs_clipping_is_that_of_all_ranks_where_fsdp_c_is_installed(
+    rank: int, world_size: int, use_orig_params: bool, norm_type: float, strategy: str
+) -> None:
+    grads, norms = [], []
+    for clip in (
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type, error_if_nonfinite=True),
+        lambda model: model.clip_grad_norm_(0.05, norm_type),
+    ):
+        model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+        backward(model, rank)
+        with installed(), nothing_told():
+            norms.append(clip(model))
+        grads.append([param.grad for param in model.parameters() if param.grad is not None])
+    assert torch.equal(*norms) and norms[0] > 0.05
+    assert grads[0] and all(map(torch.equal, *grads))
+    assert torch.nn.utils.clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+
+
+@both_views
+@on_ranks(2)
+def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Parameters of one unit, of another model, and of none, beside the same of plain models."""
+    plain = [Net().to(device()) for _ in range(2)] + [nn.Linear(WIDTH, WIDTH, device=device())]
+    units = [wrapped(net=copy.deepcopy(net), use_orig_params=use_orig_params) for net in plain[:2]]
+    models = [*units, copy.deepcopy(plain[2])]
+    for model in (*plain, *models):
+        backward(model, 3)
+    one = [*plain[0].blocks[1].parameters(), *plain[1].parameters(), *plain[2].parameters()]
+    expected = torch.nn.utils.clip_grad_norm_(one, 0.05)
+    chosen = [*units[0].module.blocks[1].parameters(), *units[1].parameters(), *models[2].parameters()]
+    others = [param.grad.clone() for param in units[0].module.blocks[0].parameters() if param.grad is not None]
+    with installed():
+        torch.testing.assert_close(torch.nn.utils.clip_grad_norm_(chosen, 0.05), expected)
+        assert float(torch.nn.utils.clip_grad_norm_(iter(chosen), 1.0)) == pytest.approx(0.05, abs=1e-5)
+        now = [param.grad for param in units[0].module.blocks[0].parameters() if param.grad is not None]
+        assert all(map(torch.equal, others, now))
+        chosen[-1].grad.fill_(math.inf)
+        with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients .* is non-finite"):
+            torch.nn.utils.clip_grad_norm_(chosen, 1.0, error_if_nonfinite=True)
