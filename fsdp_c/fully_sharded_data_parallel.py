@@ -652,8 +652,9 @@ class FullyShardedDataParallel(ShardedModule):
     def _refuse_copy(self) -> NoReturn:
         raise TypeError(
             f"a FullyShardedDataParallel ({unit_name(self.module)}) cannot be copied or pickled: copy the plain module "
-            "and wrap the "
-            "copy; to save a model, save its state_dict()"
+            "and wrap the copy, as for a frozen teacher; to save a model, save its state_dict(). An average of the "
+            "weights, as of AveragedModel, needs no copy: keep one tensor for each of parameters(), which are this "
+            "rank's shards, and after a step torch._foreach_lerp_(average, list(model.parameters()), 1 - decay)"
         )
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:

@@ -228,7 +228,7 @@ PyObject *unit_forward(struct unit *unit, PyObject *wrapped, PyObject *args, PyO
     if (runtime_reset_after_failed_backward(unit->runtime) < 0)
         return NULL;
     if (recomputing(unit) || calls_itself(unit))
-        return run_within(unit, wrapped, args, kwargs);
+        return runtime_check_forward_thread(unit->runtime) < 0 ? NULL : run_within(unit, wrapped, args, kwargs);
     if (begin_forward(unit) < 0)
         return NULL;
     unit->recomputed = unit->runtime->callback_queued;

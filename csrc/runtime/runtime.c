@@ -158,6 +158,13 @@ int runtime_check_thread(const struct runtime *runtime) {
     return runtime_check_holder(runtime);
 }
 
+int runtime_check_forward_thread(const struct runtime *runtime) {
+    if (!runtime->num_in_forward || runtime->forward_thread == PyThread_get_thread_ident() || is_in_backward())
+        return 0;
+    return refuse(runtime, "a forward",
+                  "two of them cannot run it at once: let threads take turns, by a lock, or give each a model");
+}
+
 int runtime_check_holder(const struct runtime *runtime) {
     if (!runtime->holder || runtime->holder == PyThread_get_thread_ident())
         return 0;

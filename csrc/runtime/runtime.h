@@ -107,6 +107,7 @@ void runtime_have_script_wait(
 /* runtime.c: whether this thread may use the tree now, or begin a step. 0 or -1 */
 int runtime_check_thread(const struct runtime *runtime);
 int runtime_check_holder(const struct runtime *runtime);
+int runtime_check_forward_thread(const struct runtime *runtime); /* amid the forward of a unit that is called again */
 int runtime_hold(struct runtime *runtime);    /* a state dict begins: 1, or 0 within another one of this thread */
 void runtime_let_go(struct runtime *runtime); /* it ends */
 

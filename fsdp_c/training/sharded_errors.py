@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import re
 import types
 import weakref
 from collections.abc import Iterable
@@ -13,9 +14,11 @@ from torch import nn
 
 from fsdp_c.sharding.flat_param import FlatParamHandle
 from fsdp_c.sharding.sharded_module import ShardedModule, claimed_units, is_sharded_module, parts_of, units_of
+from fsdp_c.sharding.traversal import clean_path
 from fsdp_c.sharding.wrap import unit_name
 
 _REMEDY = "fsdp_c.register_forward_method"
+_OF_SHARDS = re.compile("1-D tensor|1D tensor|storage of size 0")  # what kernels say of shards, and of views of nothing
 _in_method: contextvars.ContextVar[bool] = contextvars.ContextVar("_in_method", default=False)  # it explains best
 
 
@@ -106,14 +109,39 @@ def _explain_method(error: Exception, fsdp_module: ShardedModule, method: str) -
 
 
 def _explain_layer(error: BaseException, units: Iterable[ShardedModule]) -> None:
-    found = _sharded_unit(error, units) if isinstance(error, (RuntimeError, IndexError)) else None
-    if found is not None:
+    if not isinstance(error, (RuntimeError, IndexError)):
+        return
+    if (found := _sharded_unit(error, units)) is not None:
         _add(
             error,
             *found,
             "it was called outside of that unit's forward. Call the unit; or give the unit's module a method that "
             f"makes the call, and gather for it by {_REMEDY}(module, name); or wrap the layer as a unit of its own",
         )
+    elif _OF_SHARDS.search(str(error)) and (reading := _read_past_unit(error, units)) is not None:
+        reader, inner, where = reading
+        _add(
+            error,
+            inner,
+            where,
+            f"{type(reader).__name__} read them without calling that unit, as nn.TransformerEncoderLayer does in its "
+            f"fast path of eval mode. Wrap the {type(reader).__name__} instead of what is in it; or, where that is the "
+            f"fast path, call torch.backends.mha.set_fastpath_enabled(False). {_REMEDY}() does not help here",
+        )
+
+
+def _read_past_unit(
+    error: BaseException, units: Iterable[ShardedModule]
+) -> tuple[nn.Module, ShardedModule, str] | None:
+    """The innermost module in the traceback, the unit below it that keeps parameters sharded, and what is there."""
+    reader, in_forward = _innermost(error)
+    for inner in units:
+        handle = inner._handle
+        if reader is not None and handle is not None and inner._whole not in in_forward and handle.shows_sharded:
+            for name, module in reader.named_modules():
+                if module is not reader and module in _layers(handle):
+                    return reader, inner, repr(clean_path(name))
+    return None
 
 
 def _add(error: BaseException, fsdp_module: ShardedModule, where: str, reason: str) -> None:
@@ -130,6 +158,19 @@ def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple
 
     None where that unit had gathered them: it was in its own forward when the error came.
     """
+    module, in_forward = _innermost(error)
+    for inner in units:
+        handle = inner._handle
+        if handle is None or inner._whole in in_forward or not handle.shows_sharded:
+            continue
+        name = _layers(handle).get(module) if module is not None else None
+        if name is not None:
+            return inner, repr(name) if name else "the unit itself"
+    return None
+
+
+def _innermost(error: BaseException) -> tuple[nn.Module | None, set[ShardedModule]]:
+    """The innermost module in the traceback, and the units that are amid their forward there."""
     module: nn.Module | None = None
     in_forward: set[ShardedModule] = set()
     traceback = error.__traceback__
@@ -141,11 +182,4 @@ def _sharded_unit(error: BaseException, units: Iterable[ShardedModule]) -> tuple
         if isinstance(own := frame.f_locals.get("self"), nn.Module):
             module = own
         traceback = traceback.tb_next
-    for inner in units:
-        handle = inner._handle
-        if handle is None or inner._whole in in_forward or not handle.shows_sharded:
-            continue
-        name = _layers(handle).get(module) if module is not None else None
-        if name is not None:
-            return inner, repr(name) if name else "the unit itself"
-    return None
+    return module, in_forward

@@ -7,6 +7,7 @@ import copy
 import gc
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -313,3 +314,116 @@ def test_parts_of_models_are_clipped_by_their_own_norm_where_fsdp_c_is_installed
         chosen[-1].grad.fill_(math.inf)
         with pytest.raises(RuntimeError, match="The total norm of order 2.0 for gradients .* is non-finite"):
             torch.nn.utils.clip_grad_norm_(chosen, 1.0, error_if_nonfinite=True)
+
+
+# ----------------------------------------------------------------- what cannot be, in words
+
+
+def encoder(kind: type[nn.Module], use_orig_params: bool) -> FSDP:
+    torch.manual_seed(5)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    return wrapped(net=net, auto_wrap_policy=ModuleWrapPolicy({kind}), use_orig_params=use_orig_params).eval()
+
+
+@both_views
+@on_ranks(2)
+def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
+    rank: int, world_size: int, use_orig_params: bool
+) -> None:
+    """Torch's FSDP1 says "expected 2-D `qkv_weight`, got 1-D tensor", or that a storage is of size 0."""
+    x = torch.ones(2, 3, 8)
+    model = encoder(nn.MultiheadAttention, use_orig_params)
+    place = "unit MultiheadAttention at 'layers.0.self_attn': the parameters of 'self_attn' are sharded now, because"
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match=f"rank {rank}, {place} TransformerEncoderLayer read them without.*"):
+            model(x)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            expected = model(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        torch.testing.assert_close(encoder(nn.TransformerEncoderLayer, use_orig_params)(x), expected)
+    with pytest.raises(RuntimeError, match="because MultiheadAttention read them without.*Wrap the MultiheadAttention"):
+        encoder(nn.Linear, use_orig_params).train()(x)
+
+
+@on_ranks(2)
+def test_other_errors_of_a_module_around_units_are_left_alone(rank: int, world_size: int) -> None:
+    with pytest.raises(RuntimeError) as found:
+        encoder(nn.MultiheadAttention, True)(torch.ones(2, 3, 9))
+    assert "sharded now" not in str(found.value)
+
+
+class Waiting(nn.Linear):
+    """Its forward lets another thread run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            turn()
+        return super().forward(x)
+
+
+@both_views
+@on_ranks(2)
+def test_two_threads_in_one_forward_are_told(rank: int, world_size: int, use_orig_params: bool) -> None:
+    net = Waiting(WIDTH, WIDTH)
+    model = wrapped(net=net, use_orig_params=use_orig_params)
+    errors: list[BaseException] = []
+
+    def forward() -> None:
+        try:
+            backward(model, rank)
+        except RuntimeError as error:
+            errors.append(error)
+
+    def another_thread() -> None:
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+
+    net.turn = another_thread
+    loss = backward(model, rank)
+    assert len(errors) == 1
+    assert f"rank {rank}, unit Waiting: another thread is amid a forward of this model" in str(errors[0])
+    assert torch.equal(backward(model, rank), loss)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@both_views
+@on_ranks(2)
+def test_a_gradient_penalty_through_sharded_units_is_told(
+    rank: int, world_size: int, use_orig_params: bool, strategy: str
+) -> None:
+    model = wrapped(use_orig_params=use_orig_params, sharding_strategy=ShardingStrategy[strategy])
+    x = torch.ones(3, WIDTH, requires_grad=True)
+    if strategy == "NO_SHARD":
+        with nothing_told():
+            (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+        return
+    with pytest.warns(UserWarning, match=f"rank {rank}, unit Net: this backward makes a graph .*Block at 'blocks.0'"):
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
+        gradient.square().sum().backward()
+
+
+@both_views
+@on_ranks(2)
+def test_a_copy_is_refused_and_an_average_needs_none(rank: int, world_size: int, use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    with pytest.raises(TypeError, match=r"\(Net\) cannot be copied .* AveragedModel, needs no copy: .*_foreach_lerp_"):
+        torch.optim.swa_utils.AveragedModel(model)
+    average = [param.detach().clone() for param in model.parameters()]
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    backward(model, rank)
+    optimizer.step()
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    torch._foreach_lerp_(average, list(model.parameters()), 0.25)
+    with torch.no_grad():
+        for param, value in zip(model.parameters(), average, strict=True):
+            param.copy_(value)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, torch.lerp(before[name].float(), after[name].float(), 0.25).to(value.dtype))
