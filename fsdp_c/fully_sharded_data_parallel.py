@@ -432,6 +432,7 @@ class FullyShardedDataParallel(ShardedModule):
         elif error is not None:
             raise error
         members = [module for _, module in modules]
+        misuse_checks.warn_of_lowered_frequencies(self, modules)
         buffers.cast_for_computation(members, self.compute_device)
         for path, module in modules:  # inner units may be bound to another tree
             module._reset_lazy_init()

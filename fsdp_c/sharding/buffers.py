@@ -3,7 +3,7 @@
 With FSDP_USE_FULL_PREC_IN_EVAL they are cast back for a forward in eval mode, and again for the next one in training.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -25,20 +25,45 @@ def cast_for_computation(modules: Iterable[ShardedModule], device: torch.device)
 
     ``modules`` in traversal order. Ignored buffers stay as they are.
     """
+    for module, _, buffer in _own_buffers(modules):
+        dtype = module.mixed_precision.buffer_dtype
+        buffer.data = buffer.to(
+            device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
+        )
+
+
+def _own_buffers(modules: Iterable[ShardedModule]) -> Iterator[tuple[ShardedModule, str, torch.Tensor]]:
+    """The buffers that are not ignored, with the innermost unit around each and the name from there."""
     visited: set[torch.Tensor] = set()
     inner: set[torch.nn.Module] = set()
     for module in reversed(list(modules)):
-        dtype = module.mixed_precision.buffer_dtype
         for name, buffer in named_buffers(module, inner.__contains__):
-            if buffer in visited:
-                continue
-            visited.add(buffer)
-            if clean_name(name) in module._ignored_buffer_names:
-                continue
-            buffer.data = buffer.to(
-                device=device, dtype=dtype if dtype is not None and buffer.is_floating_point() else None
-            )
+            if buffer not in visited:
+                visited.add(buffer)
+                if clean_name(name) not in module._ignored_buffer_names:
+                    yield module, clean_name(name), buffer
         inner.add(module)
+
+
+LOWERED = (
+    "which buffer_dtype rounds: positions far apart turn into one another. Leave buffer_dtype out (its default, None, "
+    "keeps buffers as they are), or name the modules' class in MixedPrecision(_module_classes_to_ignore=[...])"
+)
+
+
+def lowered_frequencies(modules: Iterable[tuple[str, ShardedModule]]) -> list[str]:
+    """The frequencies of rotary embeddings, known by the name ``inv_freq``, that are computed with in fewer bytes.
+
+    Their rounding is multiplied by a position: in bfloat16 the angle is off by more than one from position 512 on.
+    Other buffers are rounded as activations are. ``modules`` with their paths, in traversal order.
+    """
+    paths = {module: clean_path(path) for path, module in reversed(list(modules))}
+    found = []
+    for module, name, _ in _own_buffers(reversed(paths)):
+        dtype, original = module.mixed_precision.buffer_dtype, module._buffer_name_to_orig_dtype.get(name)
+        if name.endswith("inv_freq") and dtype is not None and original is not None:
+            found += [joined(paths[module], name)] if dtype.itemsize < original.itemsize else []
+    return found
 
 
 def cast_back(root: ShardedModule) -> None:

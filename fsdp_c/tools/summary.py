@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_c import _C
 from fsdp_c.compat.aliases import Kwargs
+from fsdp_c.compat.errors import first_names
 from fsdp_c.compat.upstream import (
     HYBRID_SHARDING_STRATEGIES,
     BackwardPrefetch,
@@ -23,6 +24,7 @@ from fsdp_c.compat.upstream import (
     ShardingStrategy,
 )
 from fsdp_c.sharding import construction, node_groups
+from fsdp_c.sharding.buffers import LOWERED, lowered_frequencies
 from fsdp_c.sharding.flat_param import FlatParameter, Occurrences, SharedParamInfo, aligned_numel, check_uniform
 from fsdp_c.sharding.grouping import groups_of, precision_for
 from fsdp_c.sharding.optional import OptionalPaths
@@ -33,6 +35,7 @@ from fsdp_c.tools import host_bound, step_memory
 
 __all__ = ["Summary", "UnitSummary", "plan", "summary"]
 
+_LOW_DTYPES = (torch.bfloat16, torch.float16)
 SMALL_NUMEL = 2**25  # about where an all-gather comes to its full bandwidth
 LONG_NBYTES = 2**26  # a millisecond and more for a GPU that has 400 Gbit/s
 TEXT_WIDTH = 120
@@ -124,6 +127,7 @@ class Summary:
     """The units of a model, an outer one before its inner ones. ``str()`` and ``print()`` show a table."""
 
     units: tuple[UnitSummary, ...]
+    lowered_frequencies: tuple[str, ...] = ()  # names, of rotary embeddings in lower precision; by ``summary``
 
     @property
     def numel(self) -> int:
@@ -190,7 +194,24 @@ class Summary:
     @property
     def hint(self) -> str | None:
         """Advice on wrapping, if there is any."""
-        return "; ".join(hint for hint in (self._hint_of_small_units(), self._hint_of_a_long_start()) if hint) or None
+        hints = (
+            self._hint_of_small_units(),
+            self._hint_of_a_long_start(),
+            self._hint_of_low_masters(),
+            f"{first_names(self.lowered_frequencies)} are frequencies, {LOWERED}" if self.lowered_frequencies else None,
+        )
+        return "; ".join(hint for hint in hints if hint) or None
+
+    def _hint_of_low_masters(self) -> str | None:
+        """An update that is smaller than half of a parameter's last bit leaves it as it is."""
+        low = [unit.dtype for unit in self.units if unit.is_trainable and unit.dtype in _LOW_DTYPES]
+        if not low or low[0] is None:
+            return None
+        return (
+            f"what {_count(len(low), 'unit')} train is kept in {low[0]}: updates below about a "
+            f"{round(2 / torch.finfo(low[0]).eps)}th of a parameter are lost. Wrap the model in float32, and compute "
+            f"by MixedPrecision(param_dtype={low[0]})"
+        )
 
     def _hint_of_a_long_start(self) -> str | None:
         """A step begins with the gather of the outermost unit and ends with its reduction: nothing hides the two."""
@@ -293,7 +314,7 @@ def summary(module: nn.Module) -> Summary:
             f"{type(module).__name__} has no FullyShardedDataParallel in it: wrap it first, or ask fsdp_c.plan() what "
             "wrapping would make of it"
         )
-    return Summary(tuple(_of_units(module, found)))
+    return Summary(tuple(_of_units(module, found)), tuple(lowered_frequencies(found)))
 
 
 def _of_units(module: nn.Module, found: Sequence[tuple[str, ShardedModule]]) -> Iterator[UnitSummary]:

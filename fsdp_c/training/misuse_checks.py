@@ -10,7 +10,7 @@ import gc
 import inspect
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from fsdp_c.compat import misuse
 from fsdp_c.compat.errors import first_names
+from fsdp_c.sharding.buffers import LOWERED, lowered_frequencies
 from fsdp_c.sharding.construction import is_flattened
 from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
@@ -134,6 +135,13 @@ def _warn_of_graph_of_freed(root: ShardedModule) -> None:
             "ShardingStrategy.NO_SHARD.",
             is_certain=False,
         )
+
+
+def warn_of_lowered_frequencies(root: ShardedModule, modules: Sequence[tuple[str, ShardedModule]]) -> None:
+    """Said before buffers are cast, at lazy initialisation."""
+    if misuse.is_looked_for() and (names := lowered_frequencies(modules)):
+        where = f"rank {root.rank}, unit {unit_name(root.module)}"
+        misuse.tell(f"{where}: {first_names(names)} are frequencies, {LOWERED}.", is_certain=False)
 
 
 def warn_of_torchs_clipping(root: ShardedModule) -> None:

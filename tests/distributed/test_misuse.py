@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import fsdp_c
@@ -348,11 +348,15 @@ def test_a_fast_path_that_reads_past_its_units_names_unit_and_remedy(
         encoder(nn.Linear, use_orig_params).train()(x)
 
 
+class Failing(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("a shape is wrong")
+
+
 @on_ranks(2)
 def test_other_errors_of_a_module_around_units_are_left_alone(rank: int, world_size: int) -> None:
-    with pytest.raises(RuntimeError) as found:
-        encoder(nn.MultiheadAttention, True)(torch.ones(2, 3, 9))
-    assert "sharded now" not in str(found.value)
+    with pytest.raises(RuntimeError, match="^a shape is wrong$"):
+        wrapped(net=Failing(Block()))(torch.ones(1, WIDTH))
 
 
 class Waiting(nn.Linear):
@@ -427,3 +431,52 @@ def test_a_copy_is_refused_and_an_average_needs_none(rank: int, world_size: int,
             param.copy_(value)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, torch.lerp(before[name].float(), after[name].float(), 0.25).to(value.dtype))
+
+
+class Rotary(nn.Linear):
+    """Rotates what it is given as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("inv_freq", 10000.0 ** -torch.linspace(0, 1, WIDTH), persistent=False)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.cos(1000 * self.inv_freq.float()) * self.scale
+
+
+@on_ranks(2)
+def test_frequencies_that_are_rounded_are_told(rank: int, world_size: int) -> None:
+    precision = MixedPrecision(buffer_dtype=torch.bfloat16)
+    model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)
+    for _ in range(2):
+        assert "['0.inv_freq'] are frequencies, which buffer_dtype rounds" in str(fsdp_c.summary(model).hint)
+        with (
+            contextlib.nullcontext()
+            if model._unit.runtime
+            else pytest.warns(
+                UserWarning,
+                match=rf"rank {rank}, unit Sequential: \['0.inv_freq'\] are frequencies, which.*Leave buffer_",
+            )
+        ):
+            backward(model, rank)
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        MixedPrecision(reduce_dtype=torch.bfloat16),
+        MixedPrecision(buffer_dtype=torch.float32),
+        MixedPrecision(buffer_dtype=torch.bfloat16, _module_classes_to_ignore=[Rotary]),
+    ],
+    ids=["not cast", "as they are", "of a class that is ignored"],
+)
+@on_ranks(2)
+def test_frequencies_that_stay_exact_are_no_mistake(rank: int, world_size: int, precision: MixedPrecision) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what _module_classes_to_ignore does
+        model = wrapped(net=nn.Sequential(Rotary(), Block()), mixed_precision=precision)
+    with mode("error"):
+        model(torch.ones(1, WIDTH)).sum().backward()
+    assert model.module[0].inv_freq.dtype is torch.float32
+    assert "frequencies" not in str(fsdp_c.summary(model).hint)

@@ -239,6 +239,16 @@ def test_hint_names_what_a_step_waits_for_at_its_start_and_end() -> None:
     assert planned(32000, strategy=ShardingStrategy.NO_SHARD).hint is None
 
 
+def test_hint_says_that_low_precision_loses_updates() -> None:
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(torch.bfloat16)
+    hint = fsdp_c.plan(net, world_size=2).hint
+    assert hint is not None and hint.startswith(
+        "what 1 unit train is kept in torch.bfloat16: updates below about a 256th"
+    )
+    assert "Wrap the model in float32" in hint and "param_dtype=torch.bfloat16)" in hint
+    assert fsdp_c.plan(net.requires_grad_(False), world_size=2).hint is None
+
+
 def test_hint_counts_small_units_and_says_how_many_belong_together() -> None:
     with torch.device("meta"):
         net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4)))
