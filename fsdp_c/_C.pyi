@@ -48,6 +48,10 @@ SET_BYPASSING: int  # in its dicts, in __dict__ always
 # enter_recorder_phase(): what a rank does outside of its units
 RECORDER_SAVE: int
 RECORDER_LOAD: int
+RECORDER_STATE_DICT: int
+RECORDER_LOAD_STATE_DICT: int
+RECORDER_OPTIM_STATE_DICT: int
+RECORDER_SUMMON: int
 
 @final
 class FlatLayout:

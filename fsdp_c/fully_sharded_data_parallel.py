@@ -747,7 +747,7 @@ class FullyShardedDataParallel(ShardedModule):
         parameters. Values are in the parameters' own dtype; those of FULL and SHARDED state dicts are copies, that of
         a LOCAL one is a view of the shard unless it is moved. Raises AssertionError inside a forward or backward.
         """
-        with state_dict.saving(self):
+        with flight_recorder.phase(_C.RECORDER_STATE_DICT), state_dict.saving(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> _IncompatibleKeys:
@@ -755,7 +755,11 @@ class FullyShardedDataParallel(ShardedModule):
 
         Arguments and result are those of ``nn.Module.load_state_dict``. Collective. What it raises leaves no unit open.
         """
-        with state_dict.held(self), state_dict.closing_units():
+        with (
+            flight_recorder.phase(_C.RECORDER_LOAD_STATE_DICT),
+            state_dict.held(self),
+            state_dict.closing_units(),
+        ):
             keys: _IncompatibleKeys = super().load_state_dict(*args, **kwargs)
             return keys
 

@@ -317,6 +317,10 @@ static int add_constants(PyObject *module) {
         {"SET_BYPASSING", SETTING_BYPASS},
         {"RECORDER_SAVE", RECORDER_SAVE},
         {"RECORDER_LOAD", RECORDER_LOAD},
+        {"RECORDER_STATE_DICT", RECORDER_STATE_DICT},
+        {"RECORDER_LOAD_STATE_DICT", RECORDER_LOAD_STATE_DICT},
+        {"RECORDER_OPTIM_STATE_DICT", RECORDER_OPTIM_STATE_DICT},
+        {"RECORDER_SUMMON", RECORDER_SUMMON},
     };
     for (size_t i = 0; i < sizeof constants / sizeof *constants; i++)
         if (PyModule_AddIntConstant(module, constants[i].name, constants[i].value) < 0)

@@ -59,6 +59,10 @@ static void dump(int signal_number) {
         [RECORDER_REDUCE] = "waits in the reduction of ",
         [RECORDER_SAVE] = "is saving a checkpoint",
         [RECORDER_LOAD] = "is loading a checkpoint",
+        [RECORDER_STATE_DICT] = "is in state_dict()",
+        [RECORDER_LOAD_STATE_DICT] = "is in load_state_dict()",
+        [RECORDER_OPTIM_STATE_DICT] = "is in optim_state_dict()",
+        [RECORDER_SUMMON] = "is in summon_full_params()",
     };
     int saved_errno = errno;
     struct recorder_page *page = flight_recorder;

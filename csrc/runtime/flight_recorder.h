@@ -19,6 +19,10 @@ enum recorder_phase {
     RECORDER_REDUCE, /* waits in the reduction of its gradients */
     RECORDER_SAVE,
     RECORDER_LOAD,
+    RECORDER_STATE_DICT,
+    RECORDER_LOAD_STATE_DICT,
+    RECORDER_OPTIM_STATE_DICT,
+    RECORDER_SUMMON,
     RECORDER_PHASES
 };
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from fsdp_c import _C
 from fsdp_c.compat.aliases import OptimInput, StateDict
 from fsdp_c.compat.upstream import OptimStateKeyType, StateDictType
 from fsdp_c.sharding import common
@@ -16,6 +17,7 @@ from fsdp_c.state.optim_loading import LoadOptions, load_optim_state
 from fsdp_c.state.optim_params import Key, OptimParams, check_optimizer, names_of_params, params_of_input
 from fsdp_c.state.optim_saving import SaveOptions, save_optim_state
 from fsdp_c.state.state_dict import settings_of
+from fsdp_c.tools import flight_recorder
 
 Group = dist.ProcessGroup | None
 
@@ -48,7 +50,7 @@ def _save(
             f"{options.rank0_only}"
         )
     keys = params.keys(optim, optim_input, osd["state"] if is_named_state(osd) else None)
-    with common.collector_paused():
+    with flight_recorder.phase(_C.RECORDER_OPTIM_STATE_DICT), common.collector_paused():
         return save_optim_state(params, keys, osd, options)
 
 

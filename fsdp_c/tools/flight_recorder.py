@@ -36,6 +36,10 @@ _PHASES = (  # enum recorder_phase: what one rank does, and several
     ("waits in the reduction of {}", "wait in the reduction of {}"),
     ("is saving a checkpoint", "are saving a checkpoint"),
     ("is loading a checkpoint", "are loading a checkpoint"),
+    ("is in state_dict()", "are in state_dict()"),
+    ("is in load_state_dict()", "are in load_state_dict()"),
+    ("is in optim_state_dict()", "are in optim_state_dict()"),
+    ("is in summon_full_params()", "are in summon_full_params()"),
 )
 _PROCESS_STATES = {  # proc(5); a killed process stays as Z until its parent asks for it
     "T": "the process is stopped",

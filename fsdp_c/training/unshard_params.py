@@ -23,6 +23,7 @@ from fsdp_c.sharding.sharded_module import (
     units_of,
 )
 from fsdp_c.sharding.wrap import unit_name
+from fsdp_c.tools import flight_recorder
 
 
 @contextlib.contextmanager
@@ -50,6 +51,7 @@ def summon_full_params(
     for fsdp_module in fsdp_modules:
         _check_arguments(fsdp_module, writeback, rank0_only, offload_to_cpu, with_grads)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(flight_recorder.phase(_C.RECORDER_SUMMON))
         for fsdp_module in fsdp_modules:
             stack.enter_context(common.bound_runtime(fsdp_module))
         for fsdp_module in fsdp_modules:

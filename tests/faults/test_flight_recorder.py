@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -346,3 +346,47 @@ def test_a_load_that_fails_on_all_ranks_is_over_for_the_flight_recorder(
             checkpoint.load(model, None, tmp_path / "nowhere")
         dist.barrier()
         assert places(folder)[rank] == f"rank {rank} is between steps (step 0)"
+
+
+def summon(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    with FSDP.summon_full_params(model):
+        pass
+
+
+ALONE: dict[str, Callable[[FSDP, torch.optim.Optimizer], object]] = {
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "optim_state_dict": FSDP.optim_state_dict,
+    "summon_full_params": summon,
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+@on_ranks(2, label="faults")
+def test_what_one_rank_calls_alone_is_named(rank: int, world_size: int, tmp_path: Path, what: str) -> None:
+    with flight_records(str(tmp_path)) as folder:
+        model = build()
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        deadline = time.monotonic() + 20
+        while rank == 1 and "is in" not in flight_recorder.describe(flight_recorder.read(folder)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if rank == 1:
+            found = flight_recorder.describe(flight_recorder.read(folder))
+            assert found == f"rank 0 is in {what}() (step 1), rank 1 is between steps (step 1)"
+        ALONE[what](model, optimizer)
+        dist.barrier()
+        assert places(folder)[rank] == f"rank {rank} is between steps (step 1)"
+
+
+@on_ranks(2, label="faults")
+def test_a_load_of_a_state_dict_is_a_phase(rank: int, world_size: int, tmp_path: Path) -> None:
+    seen = []
+    with flight_records(str(tmp_path)) as folder:
+        model = build()
+        model(torch.ones(1, WIDTH))
+        values = model.state_dict()
+        model.module.register_load_state_dict_post_hook(lambda *_: seen.append(places(folder)[rank]))
+        model.load_state_dict(values)
+    assert seen == [f"rank {rank} is in load_state_dict() (step 0)"]
