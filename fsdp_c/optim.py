@@ -8,12 +8,15 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from fsdp_c.compat.errors import first_names
 from fsdp_c.sharding import tensor_parallel
+from fsdp_c.sharding.wrap import unit_name
+from fsdp_c.state.optim_params import OptimParam, OptimParams
 
-__all__ = ["FlatAdamW"]
+__all__ = ["FlatAdamW", "param_groups"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -217,3 +220,40 @@ def _gradients(group: int, params: Iterable[Tensor]) -> list[tuple[Tensor, Tenso
                 f"{param.device}: it has no values; materialize it first"
             )
     return found
+
+
+# ----------------------------------------------------------------- groups of parameters
+
+
+def param_groups(model: nn.Module, rule: Callable[[str, torch.Size], dict[str, Any]]) -> list[dict[str, Any]]:
+    """The parameters of a wrapped ``model`` for any optimizer, grouped by the options that ``rule`` gives each.
+
+    ``rule(name, shape)`` is asked with name and whole shape of each parameter as the model before wrapping had it (what
+    a rank shows of one is 1-D): ``lambda name, shape: {"weight_decay": 0.0} if len(shape) < 2 else {}``. Not
+    collective; groups, and the names in them, are the same on all ranks.
+
+    Raises ValueError where ``rule`` divides a unit without ``use_orig_params``: it has one flat parameter.
+    """
+    groups: list[tuple[dict[str, Any], list[nn.Parameter]]] = []
+    for param, known in OptimParams(model).by_param.items():
+        options = [(name, rule(name, shape)) for name, shape in _original_shapes(param, known)]
+        first, chosen = options[0]
+        if others := [name for name, other in options if other != chosen]:
+            raise ValueError(
+                f"the rule gives {first!r} other options than {first_names(others)} of unit "
+                f"{unit_name(known.owner.module)}, which has one flat parameter for all of them: wrap the model with "
+                "use_orig_params=True, or wrap what differs as units of their own"
+            )
+        params = next((params for found, params in groups if found == chosen), None)
+        if params is None:
+            groups.append((chosen, [param]))
+        else:
+            params.append(param)
+    return [{**options, "params": params} for options, params in groups]
+
+
+def _original_shapes(param: nn.Parameter, known: OptimParam) -> list[tuple[str, torch.Size]]:
+    if known.module is None or known.module._handle is None:
+        return [(known.name, param.shape)]
+    managed = known.module._handle.managed_params
+    return [(fqn, managed[index].shape) for fqn, index in zip(known.fqns, known.indices, strict=True)]
