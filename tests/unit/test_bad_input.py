@@ -326,7 +326,7 @@ def test_switches_of_summon_full_params_are_truth_values(arguments: dict[str, An
 )
 @pytest.mark.usefixtures("fake_ranks")
 def test_norms_that_are_none_are_refused(arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
-    """With torch they divide by zero, turn gradients around or make them NaN."""
+    """With torch they divide by zero, turn gradients around or make them NaN (parity 82)."""
     model = FSDP(layer())
     with pytest.raises(error, match=message):
         model.clip_grad_norm_(*arguments)
