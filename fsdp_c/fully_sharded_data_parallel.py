@@ -46,7 +46,7 @@ from fsdp_c.compat.errors import with_note
 from fsdp_c.compat.mixed_use import refuse_torchs_checkpoint, refuse_torchs_functions
 from fsdp_c.sharding import agreement, buffers, compiling, construction, grouping, materialization
 from fsdp_c.sharding.flat_param import FlatParameter, FlatParamHandle, SharedParamInfo, predivide_factor
-from fsdp_c.sharding.node_groups import node_group
+from fsdp_c.sharding.node_groups import make_groups, node_group
 from fsdp_c.sharding.optional import is_marked, optional_units
 from fsdp_c.sharding.segments import Segment
 from fsdp_c.sharding.sharded_module import (
@@ -432,6 +432,8 @@ class FullyShardedDataParallel(ShardedModule):
         elif error is not None:
             raise error
         members = [module for _, module in modules]
+        if not alone:
+            make_groups(members)
         misuse_checks.warn_of_lowered_frequencies(self, modules)
         buffers.cast_for_computation(members, self.compute_device)
         for path, module in modules:  # inner units may be bound to another tree

@@ -6,12 +6,14 @@ import contextlib
 import contextvars
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_c.compat.upstream import ShardingStrategy
+from fsdp_c.sharding.sharded_module import ShardedModule
 
 RESHARDING_STRATEGIES = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 VARIABLE = "FSDP_C_RESHARD_AFTER_FORWARD"
@@ -31,7 +33,7 @@ def reshard_after_forward(ranks: int | DeviceMesh) -> Iterator[None]:
     node, from forward to backward. Bits stay the same. (ZeRO++ calls this hpZ, FSDP2 ``reshard_after_forward=8``.)
 
     ``ranks``: how many ranks a node has, where those of a node follow each other; or the dimension of a DeviceMesh in
-    which they are, as ``mesh["node"]``. With a number, the first unit makes the groups, which is a collective of all
+    which they are, as ``mesh["node"]``. With a number, the first step makes the groups, which is a collective of all
     ranks. FSDP_C_RESHARD_AFTER_FORWARD=8 in the environment does the same for unmodified scripts.
 
     Units whose strategy keeps parameters gathered, the outermost unit, optional units, and units that shard over one
@@ -83,18 +85,49 @@ def _wanted() -> int | DeviceMesh | None:
 def node_group(shard_group: dist.ProcessGroup, strategy: ShardingStrategy) -> dist.ProcessGroup | None:
     """The ranks of ``shard_group`` within which a unit of this strategy is gathered for its backward.
 
-    None where that is over all of them. Collective where it makes groups.
+    None where that is over all of them. Ranks that have no group yet get one by ``make_groups``.
     """
     wanted = _wanted()
     if wanted is None or strategy not in RESHARDING_STRATEGIES or shard_group.size() == wanted:
         return None
     if isinstance(wanted, DeviceMesh):
         group = wanted.get_group()
+        ranks: Sequence[int] = dist.get_process_group_ranks(group)
     else:
         check_fills(shard_group.size(), wanted)
-        group = _group_of_size(wanted)
-    check_fits(dist.get_process_group_ranks(group), dist.get_process_group_ranks(shard_group))
+        ranks = _ranks_of_node(wanted)
+        group = _groups_by_size.get(_world(), {}).get(wanted) or cast("dist.ProcessGroup", _Promised(ranks))
+    check_fits(ranks, dist.get_process_group_ranks(shard_group))
     return group if group.size() < shard_group.size() else None
+
+
+class _Promised:
+    """Stands for the group of ``ranks``: making it is a collective of all ranks, of which some may not know of it."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+
+    def rank(self) -> int:
+        return self._ranks.index(dist.get_rank())
+
+    def size(self) -> int:
+        return len(self._ranks)
+
+
+def make_groups(modules: Iterable[ShardedModule]) -> None:
+    """Make the groups that were promised to these units, on whose plans all ranks agree. Collective over all ranks."""
+    waiting = [module for module in modules if isinstance(module._node_group, _Promised)]
+    for module in waiting:
+        group = _group_of_size(_size_of(module))
+        if module._handle is not None and not module._handle._use_fake_all_gather:
+            module._handle.fake_all_gather(module.process_group, group)
+    for module in waiting:
+        module._whole._node_group = _group_of_size(_size_of(module))
+
+
+def _size_of(module: ShardedModule) -> int:
+    assert module._node_group is not None
+    return module._node_group.size()
 
 
 def planned_ranks(ranks: int | None, shards: int, strategy: ShardingStrategy) -> int | None:
@@ -105,13 +138,23 @@ def planned_ranks(ranks: int | None, shards: int, strategy: ShardingStrategy) ->
     return ranks
 
 
-def _group_of_size(ranks: int) -> dist.ProcessGroup:
-    """This rank's among the nodes of so many consecutive ranks, made once."""
+def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
-    groups = _groups_by_size.setdefault(world, {})
+    return world
+
+
+def _ranks_of_node(count: int) -> Sequence[int]:
+    """This rank's among the nodes of so many consecutive ranks."""
+    check_fills(_world().size(), count)
+    first = dist.get_rank() // count * count
+    return range(first, first + count)
+
+
+def _group_of_size(ranks: int) -> dist.ProcessGroup:
+    """The group of this rank's node, made once."""
+    groups = _groups_by_size.setdefault(_world(), {})
     if ranks not in groups:
-        check_fills(world.size(), ranks)
         groups[ranks], _ = dist.new_subgroups(ranks)
     return groups[ranks]
 

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 import fsdp_c
 from fsdp_c import FullyShardedDataParallel as FSDP
 from fsdp_c import MixedPrecision
+from fsdp_c.sharding import node_groups
 from fsdp_c.wrap import ModuleWrapPolicy, reshard_after_forward, split_frozen
 from tests.collectives import ALL_GATHER
 from tests.distributed.test_checkpoint import folder_of_ranks
@@ -165,7 +166,12 @@ def test_the_environment_says_it_to_unmodified_scripts(rank: int, world_size: in
 
 @on_ranks(4)
 def test_groups_are_made_once(rank: int, world_size: int) -> None:
+    node_groups._groups_by_size.clear()
     first, second = build(), build()
+    assert first._node_group.size() == NODE and first._node_group.rank() == rank % NODE
+    for model in (first, second, build()):
+        model(batch(rank))
+    assert model._node_group is first._node_group
     assert first._node_group is second._node_group is first.blocks[0]._node_group is not None
     assert dist.get_process_group_ranks(first._node_group) == [rank // NODE * NODE, rank // NODE * NODE + 1]
 
@@ -464,5 +470,14 @@ def test_meshes_that_do_not_fit_are_refused(rank: int, world_size: int) -> None:
 def test_ranks_that_disagree_are_told(rank: int, world_size: int) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("nodes", "node"))
     model = build(mesh["node"] if rank else None)
+    with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1, 2, 3"):
+        model(batch(rank))
+
+
+@on_ranks(4)
+def test_ranks_that_build_without_the_context_are_told(rank: int, world_size: int) -> None:
+    """Groups are made once all ranks agree: those that made theirs while they wrap would wait for the others."""
+    node_groups._groups_by_size.clear()
+    model = build(NODE if rank else None)
     with pytest.raises(RuntimeError, match="reshard_after_forward is 0 on rank 0; 2 on ranks 1, 2, 3"):
         model(batch(rank))
