@@ -37,7 +37,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/handle": 5_300,
     "csrc/runtime": 5_850,
     "csrc/python": 1_850,
-    "fsdp_c": 20_500,
+    "fsdp_c": 21_200,
 }
 LONGEST_FILE = 500
 TENSOR_FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}
