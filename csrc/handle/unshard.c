@@ -10,7 +10,7 @@ static int alloc_in_pool(struct storage *storage, struct buffer *full) {
     return pool_leave(storage->pool) < 0 ? -1 : result;
 }
 
-/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory: outside it does. */
+/* Inside a pool torch's allocator before 2.13 does not give back what others have freed: outside it does. */
 static int alloc_full(struct storage *storage) {
     struct buffer *full = &storage->copy->full;
     if (storage->full_free && deferred_free_take_back(storage->full_free, full) < 0)

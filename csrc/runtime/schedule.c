@@ -179,7 +179,7 @@ static int take_gathered(struct schedule *schedule, struct gradients *gradients)
     return stream_wait(streams, STREAM_POST_BACKWARD, schedule->input_taken);
 }
 
-/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory: outside it does. */
+/* Inside a pool torch's allocator before 2.13 does not give back what others have freed: outside it does. */
 static int take_gathered_or_other(struct schedule *schedule, struct gradients *gradients) {
     if (take_gathered(schedule, gradients) == 0)
         return 0;

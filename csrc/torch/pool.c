@@ -20,13 +20,31 @@ static int has_pools(PyObject *module) {
     return result;
 }
 
-/* A pool is of the device that is current when it is made. */
-static PyObject *new_pool(PyObject *module, PyObject *device) {
-    PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", device));
-    PyObject *pool = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
+/* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for ever. */
+static int find_functions(struct pool *pool) {
+    PyObject *module = PyImport_ImportModule("torch._C");
+    if (module && (pool->enter = PyObject_GetAttrString(module, "_cuda_beginAllocateCurrentThreadToPool")) &&
+        (pool->leave = PyObject_GetAttrString(module, "_cuda_endAllocateToPool")))
+        pool->release = PyObject_GetAttrString(module, "_cuda_releasePool");
+    Py_XDECREF(module);
+    return pool->release ? 0 : -1;
+}
+
+/* A pool is of the device that is current when it is made. -1 and the one before stays. */
+static int new_pool(struct pool *pool, PyObject *module) {
+    PyObject *current = context_enter(PyObject_CallMethod(module, "device", "O", pool->device));
+    PyObject *made = current ? PyObject_CallMethod(module, "MemPool", NULL) : NULL;
+    PyObject *id = made ? PyObject_GetAttrString(made, "id") : NULL;
     if (current && context_leave(current) < 0)
-        Py_CLEAR(pool);
-    return pool;
+        Py_CLEAR(id);
+    if (id) {
+        ref_set(&pool->pool, Py_NewRef(made));
+        ref_set(&pool->id, Py_NewRef(id));
+    }
+    int result = id ? 0 : -1;
+    Py_XDECREF(id);
+    Py_XDECREF(made);
+    return result;
 }
 
 int pool_init(struct pool *pool, PyObject *device) {
@@ -36,25 +54,24 @@ int pool_init(struct pool *pool, PyObject *device) {
         return cuda;
     PyObject *module = PyImport_ImportModule("torch.cuda");
     int has = module ? has_pools(module) : -1;
-    if (has > 0 && (pool->use = PyObject_GetAttrString(module, "use_mem_pool")))
-        pool->pool = new_pool(module, device);
-    Py_XDECREF(module);
     pool->device = Py_NewRef(device);
-    if (pool->pool || has == 0)
-        return 0;
-    pool_fini(pool);
-    return -1;
+    pool->index = PyObject_GetAttrString(device, "index");
+    int result = has;
+    if (has > 0)
+        result = pool->index && find_functions(pool) == 0 ? new_pool(pool, module) : -1;
+    Py_XDECREF(module);
+    if (result < 0)
+        pool_fini(pool);
+    return result;
 }
 
 int pool_renew(struct pool *pool) {
     PyObject *module = PyImport_ImportModule("torch.cuda");
-    PyObject *fresh = module ? new_pool(module, pool->device) : NULL;
+    int result = module ? new_pool(pool, module) : -1;
     Py_XDECREF(module);
-    if (!fresh)
-        return -1;
-    ref_set(&pool->pool, fresh);
-    pool->piece = 0;
-    return 0;
+    if (!result)
+        pool->piece = 0;
+    return result;
 }
 
 int pool_empty(struct pool *pool) {
@@ -67,23 +84,35 @@ int pool_empty(struct pool *pool) {
 }
 
 void pool_fini(struct pool *pool) {
-    Py_CLEAR(pool->entered);
-    Py_CLEAR(pool->pool);
-    Py_CLEAR(pool->use);
-    Py_CLEAR(pool->device);
+    PyObject **const owned[] = {&pool->pool,    &pool->id,     &pool->enter, &pool->leave,
+                                &pool->release, &pool->device, &pool->index};
+    for (size_t i = 0; i < sizeof owned / sizeof *owned; i++)
+        Py_CLEAR(*owned[i]);
+}
+
+static int call(PyObject *function, const struct pool *pool) {
+    PyObject *done = PyObject_CallFunctionObjArgs(function, pool->index, pool->id, NULL);
+    Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 int pool_enter(struct pool *pool) {
     if (!pool->pool)
         return 0;
-    pool->entered = context_enter(PyObject_CallFunctionObjArgs(pool->use, pool->pool, pool->device, NULL));
+    pool->entered = call(pool->enter, pool) == 0;
     return pool->entered ? 0 : -1;
 }
 
 int pool_leave(struct pool *pool) {
-    PyObject *context = pool->entered;
-    pool->entered = NULL;
-    return context ? context_leave(context) : 0;
+    if (!pool->entered)
+        return 0;
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    pool->entered = false;
+    int result = call(pool->leave, pool) < 0 ? -1 : call(pool->release, pool);
+    if (type)
+        PyErr_Restore(type, value, traceback);
+    return result;
 }
 
 /* ---- one piece ---- */
@@ -128,7 +157,7 @@ static int empty_cache(void) {
     return done ? 0 : -1;
 }
 
-/* Inside a pool torch's allocator does not give back what others have freed before it is out of memory. */
+/* Inside a pool torch's allocator before 2.13 does not give back what others have freed before it is out of memory. */
 static int take_piece_or_make_room(struct pool *pool, int64_t nbytes) {
     if (take_piece(pool, nbytes) == 0)
         return 0;

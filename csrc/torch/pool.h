@@ -11,11 +11,12 @@
 #include <stdint.h>
 
 struct pool {
-    PyObject *pool;    /* owned; NULL where there is none */
-    PyObject *use;     /* owned; torch.cuda.use_mem_pool */
-    PyObject *device;  /* owned */
-    PyObject *entered; /* owned; the context between pool_enter and pool_leave */
-    bool reserved;     /* written by the owner, once it has taken all that its steps will take */
+    PyObject *pool;                    /* owned; NULL where there is none */
+    PyObject *id;                      /* owned; of the pool, as torch's functions take it */
+    PyObject *enter, *leave, *release; /* owned; functions of torch._C, which use_mem_pool calls as well */
+    PyObject *device, *index;          /* owned */
+    bool entered;                      /* between pool_enter and pool_leave */
+    bool reserved;                     /* written by the owner, once it has taken all that its steps will take */
     int64_t piece;     /* bytes of the one that pool_grow has made, or 0; free where nothing of the pool is in use */
     const void *begin; /* of the piece */
 };

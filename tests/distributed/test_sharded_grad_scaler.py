@@ -280,7 +280,7 @@ def test_bad_new_scale_is_refused(new_scale: Tensor) -> None:  # A-154, X-120
 def test_new_scale_is_taken(new_scale: Any) -> None:
     scaler = ShardedGradScaler(device().type)
     scaler.scale(torch.ones(1))
-    scaler.update(new_scale)
+    scaler.update(new_scale if isinstance(new_scale, float) else new_scale.to(device()))
     assert scaler.get_scale() == 32.0
 
 

@@ -59,12 +59,18 @@ class Cuda(ModuleType):
     def empty_cache(self) -> None:
         self.said.append("empty_cache")
 
-    def MemPool(self) -> str:
+    def MemPool(self) -> SimpleNamespace:
         self.said.append(("MemPool", self.now))
-        return "the pool"
+        return SimpleNamespace(id=(0, 7))
 
-    def use_mem_pool(self, pool: str, device: Any) -> Any:
-        return Entered(self, "pool", device.index)
+    def functions(self, index: int) -> dict[str, Any]:
+        """Of torch._C, about the pool of a device."""
+
+        def heard(what: str) -> Any:
+            return lambda *of: self.said.append((what, "pool") if of == (index, (0, 7)) else of)
+
+        names = {"enter": "beginAllocateCurrentThreadToPool", "leave": "endAllocateToPool", "release": "releasePool"}
+        return {f"_cuda_{name}": heard(what) for what, name in names.items()}
 
 
 class Entered:
@@ -102,6 +108,7 @@ def started(folder: str, index: int, current_device: int, **options: Any) -> tup
     cuda.set_device(current_device)
     sys.modules["torch"], sys.modules["torch.cuda"] = ModuleType("torch"), cuda
     sys.modules["torch"].get_device_module = lambda device: cuda  # type: ignore[attr-defined]
+    sys.modules["torch._C"] = SimpleNamespace(**cuda.functions(index))
     cuda.make_current(SimpleNamespace(cuda_stream=0, device_index=index))
     library.start(SimpleNamespace(type="cuda", index=index))
     return library, driver, cuda
@@ -255,7 +262,7 @@ def the_pool_is_entered_and_left(folder: str) -> None:
     library.use_pool()
     library.stop_using_pool()
     library.stop_using_pool()
-    assert cuda.said == [("enter", "pool"), ("leave", "pool")]
+    assert cuda.said == [("enter", "pool"), ("leave", "pool"), ("release", "pool")]
     library.finish()
     library, _, cuda = started(folder, 0, 0, backend="cudaMallocAsync")
     library.use_pool()
@@ -280,7 +287,7 @@ def a_piece_is_taken_inside_the_pool_and_free_at_once(folder: str) -> None:
     assert not library.pool_cuts(0)
     assert library.grow_pool(2**30) == 0
     assert [library.pool_cuts(offset) for offset in (-1, 0, 2**30 - 1, 2**30)] == [False, True, True, False]
-    assert cuda.said == [("enter", "pool"), (2**30, 0), ("leave", "pool")], cuda.said
+    assert cuda.said == [("enter", "pool"), (2**30, 0), ("leave", "pool"), ("release", "pool")], cuda.said
     cuda.said.clear()
     assert library.grow_pool(0) == 0 and cuda.said == []
     room = 2**30 - 2**20 - 512
@@ -311,7 +318,7 @@ def a_device_without_room_for_a_piece_is_no_error_and_another_one_is(folder: str
             assert library.grow_pool(2**30) == 0 and error is RuntimeError and not library.pool_has(2**21)
         except KeyError:
             assert error is KeyError
-    tries = [("enter", "pool"), ("leave", "pool")]
+    tries = [("enter", "pool"), ("leave", "pool"), ("release", "pool")]
     assert cuda.said == [*tries, "empty_cache", *tries, *tries], cuda.said
     library.finish()
 

@@ -18,28 +18,20 @@ import torch.distributed as dist
 from tests.simulated_gpu import unit_trees
 
 highest = {"allocated": 0, "reserved": 0}
-use_mem_pool = torch.cuda.use_mem_pool
+leave_pool = torch._C._cuda_endAllocateToPool
 
 
-class Watched:
-    """torch.cuda.use_mem_pool that looks at the pool as it is left."""
-
-    def __init__(self, pool: Any, device: Any = None) -> None:
-        self.pool, self.inner = pool, use_mem_pool(pool, device)
-
-    def __enter__(self) -> None:
-        self.inner.__enter__()
-
-    def __exit__(self, *arguments: Any) -> None:
-        self.inner.__exit__(*arguments)
-        segments = torch.cuda.memory_snapshot(self.pool.id)
-        blocks = [block for segment in segments for block in segment["blocks"]]
-        taken = sum(block["size"] for block in blocks if block["state"] != "inactive")
-        highest["allocated"] = max(highest["allocated"], taken)
-        highest["reserved"] = max(highest["reserved"], sum(segment["total_size"] for segment in segments))
+def look_and_leave(device: int, pool: tuple[int, int]) -> None:
+    """Looks at the pool as it is left."""
+    leave_pool(device, pool)
+    segments = torch.cuda.memory_snapshot(pool)
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    taken = sum(block["size"] for block in blocks if block["state"] != "inactive")
+    highest["allocated"] = max(highest["allocated"], taken)
+    highest["reserved"] = max(highest["reserved"], sum(segment["total_size"] for segment in segments))
 
 
-torch.cuda.use_mem_pool = Watched  # before fsdp_c takes it
+torch._C._cuda_endAllocateToPool = look_and_leave  # before fsdp_c takes it
 import fsdp_c  # noqa: E402, F401
 
 

@@ -9,6 +9,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <stdexcept>
 
 #include "accesses.h"
 #include "graph.h"
@@ -301,7 +302,7 @@ void *device_alloc(size_t requested, int device, stream *on) {
     };
     auto found = find();
     bool is_in_pool =
-        !pools_of_thread[device].empty(); /* to torch that is a capture: nothing is given back meanwhile */
+        !pools_of_thread[device].empty(); /* to torch before 2.13 that is a capture: nothing is given back meanwhile */
     if (found == blocks.end() && !is_in_pool) {
         of_device.num_alloc_retries++;
         empty_cache();
@@ -430,7 +431,11 @@ void release_pool(pool_id pool) {
 }
 
 void begin_pool(int device, pool_id pool) {
-    pools_of_thread[device].push_back(pool);
+    std::vector<pool_id> &begun = pools_of_thread[device];
+    if (std::find(begun.begin(), begun.end(), pool) != begun.end()) {
+        throw std::runtime_error("beginAllocateToPool: this pool is in use already");
+    }
+    begun.push_back(pool);
 }
 
 void end_pool(int device, pool_id pool) {
