@@ -1,4 +1,4 @@
-"""torch's own caching allocator, in its settings: fsdp_c trains to FSDP1's bits, and plan's peak is the allocator's."""
+"""torch's own caching allocator, in its settings: fsdp_c trains to FSDP1's bits, and plan's peak is what is taken."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from tests.real_cuda.programs import ROOT, run
 
-TREES = 8
 SETTINGS = {
     "default": "",
     "expandable segments": "expandable_segments:True",
     "split": "max_split_size_mb:21",
     "rounded": "roundup_power2_divisions:4",
     "collected": "garbage_collection_threshold:0.6",
+    "cudaMallocAsync": "backend:cudaMallocAsync",
 }
 
 
@@ -27,11 +27,20 @@ def test_training_is_fsdp1s_to_the_bit(setting: str) -> None:
         assert status == 0 and "equal: 4" in said, said[-3000:]
 
 
-def test_the_planned_peak_is_the_allocator_s_over_random_trees() -> None:
-    command = [sys.executable, "-m", "tests.real_cuda.unit_trees", "0", str(TREES)]
-    settings = os.environ | {"FAKE_NCCL_ALONE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=settings)
+PLANS = {  # how tests/real_cuda/unit_trees.py compares, of how many seeds, and with what settings
+    "pool": ("pool", 8, {}),
+    "amid a pool of the script's own": ("nested", 8, {}),
+    "cudaMallocAsync": ("no pool", 40, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+    "no caching": ("no pool", 40, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+}
+
+
+@pytest.mark.parametrize(("how", "seeds", "settings"), PLANS.values(), ids=PLANS.keys())
+def test_the_planned_peak_is_what_is_taken_over_random_trees(how: str, seeds: int, settings: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "tests.real_cuda.unit_trees", "0", str(seeds), how]
+    environment = os.environ | {"FAKE_NCCL_ALONE": "1"} | settings
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     *differences, counts = done.stdout.splitlines()
     assert differences == []
-    assert ast.literal_eval(counts)["trees"] > TREES // 2
+    assert ast.literal_eval(counts)["trees"] > 4

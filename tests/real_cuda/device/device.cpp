@@ -389,7 +389,18 @@ size_t used_nbytes(int device) {
 
 void add_used(int device, ptrdiff_t nbytes) {
     holding held(lock);
-    primary(device)->used += (size_t)nbytes;
+    CUctx_st *of = primary(device);
+    of->used += (size_t)nbytes;
+    of->most_used = of->most_used < of->used ? of->used : of->most_used;
 }
 
 } // namespace fake
+
+/* The most that was taken of a device's memory since the last call, in pages of 4096 bytes. */
+EXPORT size_t fake_cuda_peak_nbytes(int device) {
+    fake::holding held(fake::lock);
+    CUctx_st *of = fake::primary(device);
+    size_t most = of->most_used;
+    of->most_used = of->used;
+    return most;
+}

@@ -579,15 +579,17 @@ RT cudaMallocAsync(void **made, size_t nbytes, cudaStream_t stream) {
     return *made ? cudaSuccess : said(cudaErrorMemoryAllocation);
 }
 
-RT cudaFreeAsync(void *data, cudaStream_t) {
-    holding held(lock);
+RT cudaFreeAsync(void *data, cudaStream_t stream) {
     block found;
     void *begin;
     if (!find(data, &found, &begin) || begin != data) {
         return said(cudaErrorInvalidValue);
     }
-    pool_of(found.device)->used -= found.nbytes;
-    give_back(data);
+    {
+        holding held(lock);
+        pool_of(found.device)->used -= found.nbytes;
+    }
+    run(stream_of(stream), [=] { give_back(data); }); /* collectives before it may be under way */
     return cudaSuccess;
 }
 
