@@ -64,20 +64,27 @@ def start(**options: Any) -> int:
     return rank
 
 
-def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any]:
-    """Losses and the whole parameters of a small model after these steps."""
+def small_model(library: Any, wrap: Any, width: int = 24, **options: Any) -> Any:
+    """Four units."""
     import torch
     from torch import nn
 
-    rank = int(os.environ["RANK"])
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.LayerNorm(24)) for _ in range(3)]
-    model = library.FullyShardedDataParallel(
-        nn.Sequential(*layers, nn.Linear(24, 5)),
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.LayerNorm(width)) for _ in range(3)]
+    return library.FullyShardedDataParallel(
+        nn.Sequential(*layers, nn.Linear(width, 5)),
         auto_wrap_policy=wrap.ModuleWrapPolicy({nn.Sequential}),
         device_id=torch.cuda.current_device(),
         **options,
     )
+
+
+def trained(library: Any, wrap: Any, steps: int = 3, **options: Any) -> list[Any]:
+    """Losses and the whole parameters of a small model after these steps."""
+    import torch
+
+    rank = int(os.environ["RANK"])
+    model = small_model(library, wrap, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     torch.manual_seed(rank)
     out: list[Any] = []
@@ -126,6 +133,84 @@ def both() -> None:
     print(f"equal: {count}", flush=True)
 
 
+def step(model: Any, batch: Any) -> list[Any]:
+    """The loss and the gradients of this rank, of which none is kept."""
+    loss = model(batch).float().square().mean()
+    loss.backward()
+    out = [loss.detach(), *(param.grad.clone() for param in model.parameters() if param.grad is not None)]
+    model.zero_grad()
+    return out
+
+
+def same(ones: list[Any], others: list[Any]) -> bool:
+    import torch
+
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+def used_nbytes() -> int:
+    """Of the device, once all is through."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
+def no_memory() -> None:
+    """Allocations of a step find no memory in turn: it is said, nothing is kept, and the next step is as before."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.fsdp as fsdp1
+
+    import fsdp_c
+    import fsdp_c.wrap
+
+    driver = ctypes.CDLL(str(Path(os.environ["FAKE_CUDA"]) / "libcuda.so.1"))
+    driver.fake_cuda_refuse.argtypes, driver.fake_cuda_refuse.restype = [ctypes.c_long], ctypes.c_long
+    rank = start()
+    half = fsdp1.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for options in (
+        {},
+        {"use_orig_params": True, "forward_prefetch": True},
+        {"sharding_strategy": fsdp1.ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": half},
+        {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
+    ):
+        model = small_model(fsdp_c, fsdp_c.wrap, **options)
+        batch = torch.randn(6, 24, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
+        for _ in range(2):
+            expected = step(model, batch)
+        model(batch)  # and no backward: of an exception between the two no unit can know
+        between = used_nbytes()
+        step(model, batch)
+        before = used_nbytes()
+        driver.fake_cuda_refuse(-1)
+        assert same(step(model, batch), expected)
+        assert used_nbytes() == before, (options, used_nbytes() - before)
+        count = torch.tensor(driver.fake_cuda_refuse(-1), device="cuda")
+        dist.all_reduce(count, dist.ReduceOp.MIN)  # a rank without a part of some parameter copies fewer gradients
+        numbers, said = range(0, int(count), int(os.environ["EVERY"])), 0
+        del count
+        for number in numbers:
+            driver.fake_cuda_refuse(number)
+            try:
+                step(model, batch)
+            except RuntimeError as error:
+                assert "out of memory" in str(error), error
+                said += 1
+            driver.fake_cuda_refuse(-1)
+            model.zero_grad()
+            assert used_nbytes() <= between, (options, number, used_nbytes() - between)
+            assert same(step(model, batch), expected), (options, number)
+            assert used_nbytes() == before, (options, number)
+        assert said > len(numbers) / 2
+        print(f"{said} of {len(numbers)} raised", flush=True)
+    os._exit(0)
+
+
 def nan() -> None:
     """A gradient that is no number, where NCCL's group looks for it."""
     import torch
@@ -160,4 +245,4 @@ def one_goes_wrong() -> None:
 
 
 if __name__ == "__main__":
-    {one.__name__: one for one in (both, nan, one_goes_wrong)}[sys.argv[1]]()
+    {one.__name__: one for one in (both, nan, no_memory, one_goes_wrong)}[sys.argv[1]]()

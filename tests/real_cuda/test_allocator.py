@@ -44,3 +44,10 @@ def test_the_planned_peak_is_what_is_taken_over_random_trees(how: str, seeds: in
     *differences, counts = done.stdout.splitlines()
     assert differences == []
     assert ast.literal_eval(counts)["trees"] > 4
+
+
+def test_an_allocation_that_finds_no_memory_is_told_and_leaves_nothing_behind() -> None:
+    """One in five of a step's, or each: FSDP_C_EXHAUSTIVE=1. Without caching each asks the device."""
+    every = "1" if os.environ.get("FSDP_C_EXHAUSTIVE") == "1" else "5"
+    for status, said in run("no_memory", PYTORCH_NO_CUDA_MEMORY_CACHING="1", EVERY=every):
+        assert status == 0 and said.count("raised") == 4, said[:3000]

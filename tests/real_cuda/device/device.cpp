@@ -304,6 +304,7 @@ void host_waits_for_all(int device) {
 
 /* ---- memory ---- */
 
+static long num_taken, refused = -1; /* of a device's memory since fake_cuda_refuse; which one is refused */
 static std::map<uintptr_t, block> &blocks = *new std::map<uintptr_t, block>;
 static const size_t HUGE = 2 << 20;
 
@@ -329,7 +330,8 @@ void *take(size_t nbytes, enum kind kind, int device) {
     holding held(lock);
     size_t size = rounded(nbytes ? nbytes : 1, 4096);
     bool is_device = kind == DEVICE_MEMORY;
-    if (is_device && primary(device)->used + size > device_nbytes()) {
+    bool is_refused = is_device && num_taken++ == refused;
+    if (is_refused || (is_device && primary(device)->used + size > device_nbytes())) {
         return nullptr;
     }
     void *data = mapped(size);
@@ -403,4 +405,13 @@ EXPORT size_t fake_cuda_peak_nbytes(int device) {
     size_t most = of->most_used;
     of->most_used = of->used;
     return most;
+}
+
+/* After so many allocations of a device's memory from now on, one finds none; -1: none does. How many there were since the last call. */
+EXPORT long fake_cuda_refuse(long after) {
+    fake::holding held(fake::lock);
+    long count = fake::num_taken;
+    fake::num_taken = 0;
+    fake::refused = after;
+    return count;
 }
