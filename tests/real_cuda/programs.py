@@ -110,19 +110,27 @@ def both() -> None:
     import torch.distributed as dist
     import torch.distributed.fsdp as fsdp1
     import torch.distributed.fsdp.wrap
+    from torch.distributed.device_mesh import init_device_mesh
 
     import fsdp_c
     import fsdp_c.wrap
 
     start()
     half = fsdp1.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    count = 0
-    for options in (
+    settings: list[dict[str, Any]] = [
         {},
         {"use_orig_params": True, "forward_prefetch": True},
         {"sharding_strategy": fsdp1.ShardingStrategy.SHARD_GRAD_OP, "mixed_precision": half},
         {"cpu_offload": fsdp1.CPUOffload(offload_params=True)},
-    ):
+    ]
+    if os.environ.get("HYBRID"):
+        hybrid = fsdp1.ShardingStrategy.HYBRID_SHARD, fsdp1.ShardingStrategy._HYBRID_SHARD_ZERO2
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+        groups = mesh.get_group("shard"), mesh.get_group("replicate")
+        settings = [{"sharding_strategy": each, "process_group": groups} for each in hybrid]
+        settings += [{"sharding_strategy": each, "device_mesh": mesh} for each in hybrid]
+    count = 0
+    for options in settings:
         theirs = trained(fsdp1, torch.distributed.fsdp.wrap, **options)
         ours = trained(fsdp_c, fsdp_c.wrap, **options)
         assert len(ours) == len(theirs) > 5
@@ -244,5 +252,44 @@ def one_goes_wrong() -> None:
     print("all steps", flush=True)
 
 
+def one_aborts() -> None:
+    """Rank 1 aborts its communicators between a forward and its backward; rank 0 waits for it."""
+    import torch
+    import torch.distributed as dist
+
+    import fsdp_c
+    import fsdp_c.wrap
+
+    rank = start(timeout=timedelta(seconds=20))
+    model = small_model(fsdp_c, fsdp_c.wrap)
+    loss = model(torch.randn(6, 24, device="cuda")).square().mean()
+    torch.cuda.synchronize()
+    print("one step", flush=True)
+    if rank == 1:
+        dist.distributed_c10d._abort_process_group()
+    loss.backward()
+    torch.cuda.synchronize()
+    print("all steps", flush=True)
+
+
+def ends_amid_work() -> None:
+    """The group is destroyed while slow collectives of a step are under way."""
+    import torch
+    import torch.distributed as dist
+
+    import fsdp_c
+    import fsdp_c.wrap
+
+    start()
+    model = small_model(fsdp_c, fsdp_c.wrap)
+    for _ in range(2):
+        model(torch.randn(6, 24, device="cuda")).square().mean().backward()
+    disturb(ALWAYS_SLOW, ms=100)
+    model(torch.randn(6, 24, device="cuda")).square().mean().backward()
+    dist.destroy_process_group()
+    del model
+    print("destroyed", flush=True)
+
+
 if __name__ == "__main__":
-    {one.__name__: one for one in (both, nan, no_memory, one_goes_wrong)}[sys.argv[1]]()
+    {one.__name__: one for one in (both, nan, no_memory, one_goes_wrong, one_aborts, ends_amid_work)}[sys.argv[1]]()

@@ -25,6 +25,23 @@ def test_training_is_fsdp1s_to_the_bit(settings: dict[str, str]) -> None:
         assert status == 0 and "equal: 4" in said, said[-3000:]
 
 
+@pytest.mark.parametrize("settings", [{}, {"EAGER": "1"}], ids=["lazy", "split"])
+def test_hybrid_training_is_fsdp1s_to_the_bit(settings: dict[str, str]) -> None:
+    """Groups of a mesh, which torch splits off the communicator of all where that is made at once."""
+    for status, said in run("both", world_size=4, HYBRID="1", FAKE_CUDA_DEVICES="4", **settings):
+        assert status == 0 and "equal: 4" in said, said[-3000:]
+
+
+def test_a_group_may_end_while_collectives_of_a_step_are_under_way() -> None:
+    assert [(status, said.strip()) for status, said in run("ends_amid_work")] == [(0, "destroyed")] * 2
+
+
+def test_a_rank_that_aborts_its_communicators_ends_the_others() -> None:
+    """It raises itself; torch's watchdog ends rank 0."""
+    for status, said in run("one_aborts", TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="30"):
+        assert status != 0 and "one step" in said and "all steps" not in said, said[-3000:]
+
+
 @pytest.mark.parametrize("what", [HANGS, FAILS], ids=["hangs", "fails"])
 def test_a_rank_whose_collective_is_lost_ends_the_others(what: int) -> None:
     """torch's watchdog ends the processes: of rank 0, which waits, and of rank 1, whose own call it is."""
