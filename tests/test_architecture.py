@@ -32,7 +32,7 @@ BUDGET = {  # lines, by folder: growth is a decision, which raises its number he
     "csrc/base": 160,
     "csrc/layout": 560,
     "csrc/kernels": 3_750,
-    "csrc/torch": 3_600,
+    "csrc/torch": 3_650,
     "csrc/collective": 350,
     "csrc/handle": 5_300,
     "csrc/runtime": 5_850,

@@ -20,14 +20,20 @@ static int has_pools(PyObject *module) {
     return result;
 }
 
-/* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for ever. */
+/* torch.cuda.use_mem_pool is written in Python: an interrupt amid its end would leave the pool in use for ever. 1; 0 for a torch
+ * whose functions have other names; or -1. */
 static int find_functions(struct pool *pool) {
     PyObject *module = PyImport_ImportModule("torch._C");
     if (module && (pool->enter = PyObject_GetAttrString(module, "_cuda_beginAllocateCurrentThreadToPool")) &&
         (pool->leave = PyObject_GetAttrString(module, "_cuda_endAllocateToPool")))
         pool->release = PyObject_GetAttrString(module, "_cuda_releasePool");
     Py_XDECREF(module);
-    return pool->release ? 0 : -1;
+    if (pool->release)
+        return 1;
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError))
+        return -1;
+    PyErr_Clear();
+    return 0;
 }
 
 /* A pool is of the device that is current when it is made. -1 and the one before stays. */
@@ -56,9 +62,9 @@ int pool_init(struct pool *pool, PyObject *device) {
     int has = module ? has_pools(module) : -1;
     pool->device = Py_NewRef(device);
     pool->index = PyObject_GetAttrString(device, "index");
-    int result = has;
     if (has > 0)
-        result = pool->index && find_functions(pool) == 0 ? new_pool(pool, module) : -1;
+        has = pool->index ? find_functions(pool) : -1;
+    int result = has > 0 ? new_pool(pool, module) : has;
     Py_XDECREF(module);
     if (result < 0)
         pool_fini(pool);
