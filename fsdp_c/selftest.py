@@ -5,7 +5,7 @@ Its parts stand in the order in which things fail first: loading, kernels, one r
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import os
 import statistics
 import subprocess
@@ -290,17 +290,15 @@ def _hybrid_groups() -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 
 def _fsdp1() -> Any:
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-
-    return FSDP1
+    return importlib.import_module("torch.distributed.fsdp").FullyShardedDataParallel
 
 
 def _implementations() -> Iterator[tuple[str, Any]]:
     yield "fsdp_c", FullyShardedDataParallel
     if upstream.HAS_FSDP1:
         yield "FSDP1", _fsdp1()
-    with contextlib.suppress(ImportError):
-        from torch.distributed.fsdp import fully_shard
+    fully_shard = getattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard", None)
+    if fully_shard is not None:
 
         def fsdp2(net: nn.Sequential, device_id: torch.device, auto_wrap_policy: Any) -> Any:
             net.to(device_id)
