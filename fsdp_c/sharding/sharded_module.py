@@ -332,5 +332,6 @@ def unit_around(module: nn.Module) -> ShardedModule | None:
 
 def claimed_units() -> list[ShardedModule]:
     """All units that are alive, and their segments."""
-    alive = [module for reference in _units.values() if (module := reference()) is not None]
-    return [part for module in alive for part in parts_of(module)]
+    wrapped = [module for key in _units.keyrefs() if (module := key()) is not None]  # at once: threads may add theirs
+    alive = [unit for module in wrapped if (reference := _units.get(module)) and (unit := reference()) is not None]
+    return [part for unit in alive for part in parts_of(unit)]

@@ -28,14 +28,14 @@ from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 
 _CLIPPING = inspect.unwrap(clip_grad.clip_grad_norm_).__code__
-_roots: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
+_roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictionary()
 
 
 def watch(root: ShardedModule) -> None:
     """Have the next backward of ``root``, which is initialised, checked, and the one after modules are registered."""
     if misuse.is_looked_for():
         _watch_registrations()
-        _roots.add(root)
+        _roots[root] = None
         _note(root)
 
 
@@ -57,8 +57,9 @@ def _watch_registrations() -> None:
 
 
 def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    for root in _roots:  # a module does not know in which tree it is
-        _note(root)
+    for reference in _roots.keyrefs():  # at once: other threads may add theirs. A module does not know its tree
+        if (root := reference()) is not None:
+            _note(root)
 
 
 def _refuse_strangers(root: ShardedModule) -> None:

@@ -15,7 +15,7 @@ from fsdp_c.sharding.sharded_module import ShardedModule, units_of
 
 __all__ = ["watch"]
 
-_roots: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
+_roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictionary()
 
 
 def watch(root: ShardedModule) -> None:
@@ -29,7 +29,7 @@ def watch(root: ShardedModule) -> None:
         for unit in units_of(root)
     ):
         _register()
-        _roots.add(root)
+        _roots[root] = None
 
 
 @functools.cache
@@ -38,7 +38,8 @@ def _register() -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    runtimes = [runtime for root in _roots if (runtime := root._unit.runtime) is not None]
+    roots = [root for reference in _roots.keyrefs() if (root := reference()) is not None]
+    runtimes = [runtime for root in roots if (runtime := root._unit.runtime) is not None]
     shown = [handle for runtime in runtimes for handle in runtime.handles_with_views]
     if shown:
         stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
