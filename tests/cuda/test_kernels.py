@@ -203,5 +203,5 @@ def test_a_launch_goes_to_the_current_stream() -> None:
 
 
 def test_a_tensor_on_the_cpu_among_others_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="must be on the GPU"):
+    with pytest.raises(RuntimeError, match="must be on the device"):
         ops.accumulate_shard(numbers(3, torch.float32), torch.ones(3), 1.0)
