@@ -114,9 +114,10 @@ class OptimParams:
             held = params_of_input(self.model if optim_input is None else optim_input)
         found = list(dict.fromkeys(map(self.original, held)))
         if strangers := [tuple(param.shape) for param in found if param not in self.by_param]:
-            raise ValueError(
+            raise KeyError(
                 f"the optimizer holds parameters that are not the model's, of shapes {first_names(strangers)}: make "
-                "the optimizer of model.parameters() after wrapping"
+                "the optimizer of model.parameters() after wrapping, and ask for its state outside of "
+                "summon_full_params"
             )
         return dict(enumerate(found))
 
