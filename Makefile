@@ -110,12 +110,15 @@ demo: build
 SHORT := tests/test_architecture.py tests/unit tests/native tests/parity/test_differences.py --ignore tests/native/test_cuda.py
 LONG := tests/distributed tests/parity tests/faults tests/native/test_cuda.py --ignore tests/parity/test_differences.py
 ON_GPU := tests/cuda tests/simulated_gpu tests/races
-PART := 32
+PART := 48
+# These start scripts, for many seconds each: `make test` runs them on the CPU alone.
+SCRIPTS := $(patsubst %,tests/distributed/test_%.py,checkpoint_kills migrating plain_script process_end resume_elsewhere train_lm \
+    without_fsdp1)
 test: build $(VENV)/.dev
 	$(PYTEST) -n $(WORKERS) $(SHORT)
 	$(PYTEST) -n $(WORKERS) --part $(PART) $(LONG)
 	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --part $(PART) $(ON_GPU)
-	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part 1000 $(ON_ANY_DEVICE)
+	$(ON_SIMULATED_GPU) -m pytest -n $(WORKERS) --device cuda --part 1000 $(ON_ANY_DEVICE) $(addprefix --ignore ,$(SCRIPTS))
 
 test-all: test test-rest test-clients test-wheel
 
