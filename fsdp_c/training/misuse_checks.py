@@ -5,6 +5,7 @@ A step costs nothing for it: the runtime in C calls ``check_backward`` where it 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -28,19 +29,20 @@ from fsdp_c.sharding.traversal import clean_name, is_composable, named_params
 from fsdp_c.sharding.wrap import unit_name
 
 _CLIPPING = inspect.unwrap(clip_grad.clip_grad_norm_).__code__
-_roots: weakref.WeakKeyDictionary[ShardedModule, None] = weakref.WeakKeyDictionary()
+_roots: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()  # by module
 
 
 def watch(root: ShardedModule) -> None:
     """Have the next backward of ``root``, which is initialised, checked, and the one after modules are registered."""
     if misuse.is_looked_for():
         _watch_registrations()
-        _roots[root] = None
+        _follow(root)
         _note(root)
 
 
 def check_backward(root: ShardedModule) -> None:
     """The runtime in C calls it at the end of a backward, when all gradients are there."""
+    _follow(root)
     _refuse_strangers(root)
     _warn_of_stale_optimizers(root)
     _warn_of_graph_of_freed(root)
@@ -57,9 +59,18 @@ def _watch_registrations() -> None:
 
 
 def _module_registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    for reference in _roots.keyrefs():  # at once: other threads may add theirs. A module does not know its tree
-        if (root := reference()) is not None:
+    with contextlib.suppress(TypeError):  # a module may have no hash
+        reference = _roots.get(module)
+        if reference is not None and (root := reference()) is not None:
             _note(root)
+
+
+def _follow(root: ShardedModule) -> None:
+    """A module does not know in which tree it is."""
+    reference = weakref.ref(root)
+    for module in root.modules():
+        with contextlib.suppress(TypeError):
+            _roots[module] = reference
 
 
 def _refuse_strangers(root: ShardedModule) -> None:
