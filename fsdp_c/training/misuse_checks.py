@@ -36,7 +36,6 @@ def watch(root: ShardedModule) -> None:
     """Have the next backward of ``root``, which is initialised, checked, and the one after modules are registered."""
     if misuse.is_looked_for():
         _watch_registrations()
-        _follow(root)
         _note(root)
 
 
