@@ -25,21 +25,20 @@ static int wait_on(struct streams *streams, enum stream_role role, stream_event 
 /* `stream` is stolen. */
 static int adopt_stream(struct streams *streams, enum stream_role role, PyObject *stream) {
     ref_set(&streams->roles[role].object, stream);
-    return stream ? streams->backend->identify(&streams->roles[role]) : -1;
+    return stream ? stream_number(stream, streams->backend->number, &streams->roles[role].raw) : -1;
 }
 
 /* torch numbers its own streams; the number of one that it has only been told of is the handle of that. */
 static int note_external(struct streams *streams) {
     PyObject *stream = streams->roles[STREAM_COMPUTE].object;
-    PyObject *number = PyObject_GetAttrString(stream, "stream_id");
-    PyObject *handle = number ? PyObject_GetAttrString(stream, "cuda_stream") : NULL;
+    void *number = NULL, *handle = NULL;
     streams->is_external = false;
-    if (handle)
-        streams->is_external = PyLong_AsVoidPtr(number) && PyLong_AsVoidPtr(number) == PyLong_AsVoidPtr(handle);
-    else if (number && PyErr_ExceptionMatches(PyExc_AttributeError))
+    if (stream_number(stream, "stream_id", &number) < 0)
+        return -1;
+    if (stream_number(stream, "cuda_stream", &handle) == 0)
+        streams->is_external = number && number == handle;
+    else if (PyErr_ExceptionMatches(PyExc_AttributeError))
         PyErr_Clear();
-    Py_XDECREF(handle);
-    Py_XDECREF(number);
     return PyErr_Occurred() ? -1 : 0;
 }
 

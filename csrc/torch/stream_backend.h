@@ -7,8 +7,8 @@
 
 /* Each returns 0, or -1 with an exception, where nothing else is said. */
 struct stream_backend {
-    int (*init)(struct streams *streams);          /* once its side streams are there */
-    int (*identify)(struct stream_handle *stream); /* fills in `raw` */
+    const char *number;                   /* the attribute of torch's streams that it knows them by */
+    int (*init)(struct streams *streams); /* once its side streams are there */
     int (*record)(const struct streams *streams, const struct stream_handle *stream, stream_event *event);
     int (*wait)(const struct streams *streams, const struct stream_handle *stream, stream_event event);
     int (*synchronize)(const struct streams *streams, stream_event event);
@@ -23,5 +23,15 @@ extern const struct stream_backend driver_backend;
 extern const struct stream_backend module_backend;
 
 bool driver_is_there(void); /* libcuda has been found. Never raises */
+
+/* A number that torch's `stream` has as an attribute. 0, or -1 with an exception. */
+static inline int stream_number(PyObject *stream, const char *attribute, void **number) {
+    PyObject *value = PyObject_GetAttrString(stream, attribute);
+    if (!value)
+        return -1;
+    *number = PyLong_AsVoidPtr(value);
+    Py_DECREF(value);
+    return PyErr_Occurred() ? -1 : 0;
+}
 
 #endif

@@ -72,15 +72,6 @@ static int init(struct streams *streams) {
     return check(driver.context_of_stream(streams->roles[STREAM_UNSHARD].raw, &streams->context), "cuStreamGetCtx");
 }
 
-static int identify(struct stream_handle *stream) {
-    PyObject *raw = PyObject_GetAttrString(stream->object, "cuda_stream");
-    if (!raw)
-        return -1;
-    stream->raw = PyLong_AsVoidPtr(raw);
-    Py_DECREF(raw);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 static int record(const struct streams *streams, const struct stream_handle *stream, stream_event *event) {
     bool pushed;
     if (push_context(streams, &pushed) < 0)
@@ -139,8 +130,8 @@ static int is_elsewhere(const struct streams *streams) {
 }
 
 const struct stream_backend driver_backend = {
+    .number = "cuda_stream",
     .init = init,
-    .identify = identify,
     .record = record,
     .wait = wait,
     .synchronize = synchronize,

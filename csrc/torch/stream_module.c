@@ -9,15 +9,6 @@ static int init(struct streams *streams) {
     return 0;
 }
 
-static int identify(struct stream_handle *stream) {
-    PyObject *number = PyObject_GetAttrString(stream->object, "stream_id");
-    if (!number)
-        return -1;
-    stream->raw = PyLong_AsVoidPtr(number);
-    Py_DECREF(number);
-    return PyErr_Occurred() ? -1 : 0;
-}
-
 static int done(PyObject *result) {
     Py_XDECREF(result);
     return result ? 0 : -1;
@@ -44,9 +35,10 @@ static void destroy(stream_event event) {
 }
 
 static bool is_current(const struct streams *streams, const struct stream_handle *stream) {
-    struct stream_handle current = {PyObject_CallMethod(streams->module, "current_stream", "O", streams->device), NULL};
-    bool same = current.object && identify(&current) == 0 && current.raw == stream->raw;
-    Py_XDECREF(current.object);
+    void *number = NULL;
+    PyObject *current = PyObject_CallMethod(streams->module, "current_stream", "O", streams->device);
+    bool same = current && stream_number(current, streams->backend->number, &number) == 0 && number == stream->raw;
+    Py_XDECREF(current);
     PyErr_Clear();
     return same;
 }
@@ -66,8 +58,8 @@ static int is_elsewhere(const struct streams *streams) {
 }
 
 const struct stream_backend module_backend = {
+    .number = "stream_id",
     .init = init,
-    .identify = identify,
     .record = record,
     .wait = wait,
     .synchronize = synchronize,
