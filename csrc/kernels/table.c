@@ -7,11 +7,6 @@ static const char *device_error(void) {
     return "no device";
 }
 
-static const char *why_not_on(int32_t device_index) {
-    (void)device_index;
-    return NULL;
-}
-
 const struct kernel_table cpu_kernels = {
     .version = KERNEL_TABLE_VERSION,
     .pack = kernel_pack,
@@ -23,7 +18,6 @@ const struct kernel_table cpu_kernels = {
     .checksums = kernel_checksums,
     .adamw = kernel_adamw,
     .device_error = device_error,
-    .why_not_on = why_not_on,
 };
 
 /* Nothing is computed where there is no memory. */
@@ -82,5 +76,4 @@ const struct kernel_table no_kernels = {
     .checksums = no_checksums,
     .adamw = no_adamw,
     .device_error = device_error,
-    .why_not_on = why_not_on,
 };

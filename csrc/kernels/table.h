@@ -1,6 +1,6 @@
 /* The kernels of one device, behind one signature each: what stands beside each other as x.c and x.cu.
  *
- * Invariant: a caller picks the table by the device of the tensors and calls through it; both tables have every kernel. On a
+ * Invariant: a caller picks the table by the device of the tensors and calls through it; each table has every kernel. On a
  * GPU a kernel is enqueued on the stream and has not run when the call returns; it reads its arguments' memory then. */
 #ifndef FSDP_KERNELS_TABLE_H
 #define FSDP_KERNELS_TABLE_H
@@ -29,8 +29,9 @@ struct kernel_table {
                              const struct kernel_stream *stream);
     enum status (*adamw)(const struct adam_tensor *tensors, int64_t num_tensors, const struct adamw_options *options,
                          const struct kernel_stream *stream);
-    const char *(*device_error)(void);               /* what the device said when this thread last got STATUS_DEVICE */
-    const char *(*why_not_on)(int32_t device_index); /* NULL: this device can run them. The text is the thread's own */
+    const char *(*device_error)(void); /* what the device said when this thread last got STATUS_DEVICE */
+    /* Of CUDA's alone. NULL: this device can run them. The text is the thread's own. */
+    const char *(*why_not_on)(int32_t device_index);
 };
 
 extern const struct kernel_table cpu_kernels;

@@ -246,11 +246,6 @@ static const char *device_error(void) {
     return error_text;
 }
 
-static const char *why_not_on(int32_t device_index) {
-    (void)device_index;
-    return NULL;
-}
-
 const struct kernel_table operator_kernels = {
     .version = KERNEL_TABLE_VERSION,
     .pack = pack,
@@ -262,5 +257,4 @@ const struct kernel_table operator_kernels = {
     .checksums = checksums,
     .adamw = adamw,
     .device_error = device_error,
-    .why_not_on = why_not_on,
 };
